@@ -59,7 +59,8 @@ class DecodeWorker(Worker):
         incoming = self._incoming_transfers.landed(rank, landing)
         if incoming is None:
             return
-        prompt, num_tokens, next_tokens = incoming.owner, incoming.num_tokens, incoming.next_tokens
+        prompt, landing = incoming.owner, incoming.landing
+        num_tokens, next_tokens = landing.num_tokens, landing.next_tokens
         del self._awaited[prompt]
         sequence, vocab_size = prompt.sequence, self.gang.runner.config.vocab_size
         if prompt.is_running_elsewhere:
@@ -69,10 +70,10 @@ class DecodeWorker(Worker):
             is_whole = len(next_tokens) == len(prompt.choices)
         is_whole &= all(0 <= token < vocab_size for token in next_tokens)
         if is_whole:
-            self._note_arrival(sequence, prompt.num_cached, num_tokens, incoming.features)
+            self._note_arrival(sequence, prompt.num_cached, num_tokens, landing.features)
             prefilled = self.engine.landed(prompt, num_tokens, next_tokens)
             self._note_whole(prompt)
-            self.answers.start(prefilled, epoch=incoming.epoch)
+            self.answers.start(prefilled, epoch=landing.epoch)
         else:
             self._fail(
                 prompt,
@@ -84,8 +85,8 @@ class DecodeWorker(Worker):
 
     def shipped(self, rank: int, shipment: Shipment) -> None:
         self._shipped_move(rank, shipment)
-        if granted := self.served_fetches.shipped(rank, shipment):
-            self._count_shipment(granted)
+        if served := self.served_fetches.shipped(rank, shipment):
+            self._count_shipment(served)
 
     # Steps.
 

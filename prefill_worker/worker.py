@@ -18,7 +18,6 @@ from engine.scheduler.prompts import Prompt
 from engine.scheduler.step import Prefilled, ScheduledStep
 from engine.scheduler.step_commands import BeginOrder, Orders
 from kvtransfer.protocol.outgoing_transfers import OutgoingTransfer, OutgoingTransfers
-from kvtransfer.protocol.plan import sending_ranks
 from kvtransfer.protocol.rank_transfer import Shipment
 from worker.answers import RequestListener
 from worker.migrations import MoveListener
@@ -56,7 +55,7 @@ class PrefillWorker(Worker):
     def __init__(self, parts: EngineParts) -> None:
         super().__init__(parts)
         self._jobs: dict[Prompt, _Job] = {}
-        self._outgoing_transfers: OutgoingTransfers[Prompt] = OutgoingTransfers(parts.blocks)
+        self._outgoing_transfers: OutgoingTransfers[Prompt] = OutgoingTransfers(parts.blocks, parts.gang.runner.layout)
         self._orders = Orders()  # for the next step
 
     # Requests from the event loop.
@@ -110,8 +109,8 @@ class PrefillWorker(Worker):
     # Results of transfers.
 
     def shipped(self, rank: int, shipment: Shipment) -> None:
-        if granted := self.served_fetches.shipped(rank, shipment):
-            self._count(granted)
+        if served := self.served_fetches.shipped(rank, shipment):
+            self._count(served)
         self._shipped_move(rank, shipment)
         outgoing = self._outgoing_transfers.ended(rank, shipment)
         if outgoing is None:
@@ -203,11 +202,10 @@ class PrefillWorker(Worker):
 
     def _begin(self, prompt: Prompt, job: _Job) -> BeginOrder:
         assert job.handoff
-        ranks = sending_ranks(self.gang.runner.layout, num_receivers=len(job.handoff.ranks))
         sequence = prompt.sequence
         state_slots = sequence.state_slots[:1]
         job.outgoing = self._outgoing_transfers.begin(
-            job.handoff, sequence.blocks, state_slots=state_slots, ranks=ranks, owner=prompt
+            job.handoff, sequence.blocks, state_slots=state_slots, owner=prompt
         )
         return BeginOrder(job.handoff, sequence.blocks, sequence.num_computed, *state_slots)
 

@@ -126,6 +126,22 @@ def _modules_of(packages: str) -> list[str]:
     return [name for name, path in modules().items() if path.name not in left_out and f"{name}.".startswith(prefixes)]
 
 
+def test_modules_of_the_handoff_protocol_are_pure() -> None:
+    """They import no locks, clocks, networking or torch, so that its model test controls every event."""
+    impure = re.compile(r"(threading|queue|asyncio|time|grpc|google\.protobuf|core\.rpc|torch)(\.|$)")
+    for name, path in modules().items():
+        if name.startswith("kvtransfer.protocol."):
+            assert not [imported for imported in _imported(path) if impure.match(imported)], name
+
+
+def _imported(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
 def test_proto_holds_no_python() -> None:
     """A Python package named `proto` would shadow proto-plus, which Ray's dependencies import."""
     assert {path.suffix for path in (ROOT / "proto").iterdir()} == {".proto"}

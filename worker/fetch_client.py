@@ -48,12 +48,12 @@ class PrefixSourceChannels:
 
         `missed` is called with the reason on failure. Cancelling this coroutine ends the call.
         """
-        prefix_source, first_token = fetch.prefix_source, fetch.opening.first_token
+        prefix_source, first_token = fetch.prefix_source, fetch.handoff.first_token
         request = pb.FetchRequest(handoff=handoff_to_proto(fetch.handoff), hashes=b"".join(fetch.hashes))
         try:
-            await others.open(fetch.opening)
+            await others.open(fetch.incoming.opening)
             async with self.to(prefix_source) as channel:
-                async for event in _events(channel, request, prefix_source, timeout_s=fetch.timeout_s):
+                async for event in rpc.PrefixFetchStub(channel).Fetch(request, timeout=fetch.timeout_s):
                     if event.WhichOneof("event") == "granted" and event.granted.num_tokens <= first_token:
                         missed(f"prefix is no longer cached on {prefix_source.replica}")
         except ClusterError as error:  # from the source, or from an own rank that did not open the handoff
@@ -61,7 +61,10 @@ class PrefixSourceChannels:
 
     @asynccontextmanager
     async def to(self, prefix_source: PrefixSource) -> AsyncIterator[LastingChannel]:
-        """Yield a channel for one call. If the block raises ReplicaLost, the next call opens a new channel."""
+        """Yield a channel for one call. Raises ClusterError if the call fails.
+
+        If that is ReplicaLost, the next call opens a new channel.
+        """
         key = prefix_source.replica, prefix_source.address
         connection = self._connections.get(key)
         if connection is None:
@@ -69,13 +72,16 @@ class PrefixSourceChannels:
             connection = self._connections[key] = _Connection(
                 open_lasting_channel(prefix_source.address, peer=peer, identity=self._identity)
             )
-        connection.begin_call()
+        connection.num_calls += 1
+        if connection.idle_timer:
+            connection.idle_timer.cancel()
         try:
             yield connection.channel
-        except ReplicaLost:
-            if self._connections.get(key) is connection:
+        except aio.AioRpcError as rpc_error:
+            error = error_of(rpc_error, peer=prefix_source.replica)
+            if isinstance(error, ReplicaLost) and self._connections.get(key) is connection:
                 del self._connections[key]
-            raise
+            raise error from rpc_error
         finally:
             connection.num_calls -= 1
             self._put_back(key, connection)
@@ -114,19 +120,3 @@ class _Connection:
     channel: LastingChannel
     num_calls: int = 0
     idle_timer: asyncio.TimerHandle | None = None  # closes an idle channel
-
-    def begin_call(self) -> None:
-        self.num_calls += 1
-        if self.idle_timer:
-            self.idle_timer.cancel()
-
-
-async def _events(
-    channel: LastingChannel, request: pb.FetchRequest, prefix_source: PrefixSource, *, timeout_s: float
-) -> AsyncIterator[pb.FetchEvent]:
-    """Yield the events of a Fetch call. Raises ClusterError."""
-    try:
-        async for event in rpc.PrefixFetchStub(channel).Fetch(request, timeout=timeout_s):
-            yield event
-    except aio.AioRpcError as error:
-        raise error_of(error, peer=prefix_source.replica) from error

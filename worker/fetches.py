@@ -75,7 +75,7 @@ class Fetches:
             self._prefix_fetches.begin(
                 owner,
                 prefix_source,
-                id=f"{owner.id}/{secrets.token_hex(16)}",
+                id=f"{owner.id}/fetch/{secrets.token_hex(16)}",
                 hashes=hashes,
                 blocks=sequence.blocks,
                 state_slots=sequence.state_slots,
@@ -90,8 +90,8 @@ class Fetches:
     def landed(self, rank: int, landing: Landing) -> None:
         """Record that a handoff, possibly that of a fetch, has landed on one rank."""
         if fetch := self._prefix_fetches.landed(rank, landing):
-            first_token = fetch.opening.first_token
-            self._on_incoming(fetch.owner.sequence, first_token, first_token + fetch.num_tokens, fetch.features)
+            landing = fetch.incoming.landing
+            self._on_incoming(fetch.owner.sequence, fetch.handoff.first_token, landing.num_tokens, landing.features)
             self._totals.prefix_fetches += 1
             self._totals.fetched_tokens += fetch.num_tokens
             self._totals.pull_seconds += time.monotonic() - fetch.begun_at
@@ -117,7 +117,7 @@ class Fetches:
     def expire(self) -> None:
         """Give up fetches and loads past their deadline. Their prompts compute the prefix."""
         for fetch in self._prefix_fetches.expired(time.monotonic()):
-            self._failed(fetch, fetch.problem or f"timed out after {fetch.timeout_s:.1f} s")
+            self._failed(fetch, fetch.incoming.problem or f"timed out after {fetch.timeout_s:.1f} s")
         for owner in self._tiers.expired():
             logger.warning("tier load timed out request=%s", owner.id)
             if not self._served_fetches.expired(owner):
@@ -128,11 +128,11 @@ class Fetches:
         """Cancel a prompt's fetch and load. Blocks with writes in flight are removed from its table."""
         self.forget(owner)
         if fetch := self._prefix_fetches.cancel(owner):
-            owner.sequence.leave_out(fetch.exposed)
+            owner.sequence.leave_out(fetch.incoming.opening.exposed)
         owner.sequence.leave_out(self._tiers.cancel(owner))
 
     def _failed(self, fetch: Fetch[Prompt], reason: str) -> None:
         logger.info("fetch failed request=%s source=%s: %s", fetch.owner.id, fetch.prefix_source.replica, reason)
         self._totals.pull_failures += 1
-        fetch.owner.sequence.leave_out(fetch.exposed)
+        fetch.owner.sequence.leave_out(fetch.incoming.opening.exposed)
         self._queue.fetch_failed(fetch.owner)

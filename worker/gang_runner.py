@@ -22,8 +22,8 @@ from engine.scheduler.step_commands import BeginOrder, DeviceTokenOrder, DraftOr
 from engine.spec_decode.heads.head_row import Choose, HeadLogits, HeadRow
 from engine.tiers.rank_tiers import RankTiers
 from kvtransfer.protocol.rank_transfer import RankTransfer
+from kvtransfer.transfer.rank_servicer import StepCount
 from kvtransfer.transfer.sender import Sender
-from kvtransfer.transfer.step_count import StepCount
 
 _HEADER = struct.Struct("<I")  # length of the orders; padding after them aligns the rows
 _ALIGNED = 8

@@ -27,7 +27,6 @@ from engine.scheduler.sequence import Sequence
 from engine.scheduler.step_commands import BeginOrder, CommitOrder, Orders, ShipOrder
 from engine.timing.rate import Rate
 from kvtransfer.protocol.outgoing_transfers import OutgoingTransfer, OutgoingTransfers, parts_of_handoff
-from kvtransfer.protocol.plan import sending_ranks
 from kvtransfer.protocol.rank_transfer import Shipment
 from worker.gang_runner import GangRunner
 
@@ -82,7 +81,7 @@ class Moves:
         self._gang = gang
         self._layout = gang.runner.layout
         self._cache = self._layout.cache.of_ranks(self._layout.tensor_parallel)
-        self._outgoing_transfers: OutgoingTransfers[Move] = OutgoingTransfers(blocks)
+        self._outgoing_transfers: OutgoingTransfers[Move] = OutgoingTransfers(blocks, self._layout)
         self._engine = engine
         self._blocks = blocks
         self._leave = leave
@@ -171,8 +170,7 @@ class Moves:
         if windows and parts_of_handoff(move.handoff, windows) > windows.num_unreserved:
             self._fail(move, HandoffExpired("this replica has no room to hold the windows that it would ship"))
             return
-        ranks = sending_ranks(self._layout, num_receivers=len(move.handoff.ranks))
-        move.outgoing = self._outgoing_transfers.begin(move.handoff, sequence.blocks, ranks=ranks, owner=move)
+        move.outgoing = self._outgoing_transfers.begin(move.handoff, sequence.blocks, owner=move)
         orders.begins.append(BeginOrder(move.handoff, sequence.blocks, sequence.num_computed))
         move.num_shipped = sequence.num_computed
 

@@ -23,9 +23,8 @@ from core.wire.proto_fields import to_message
 from core.wire.rank_server import RankHost
 from engine.runner.parallel import TensorParallel
 from kvtransfer.protocol.frames import Opening
-from kvtransfer.transfer.rank_servicer import RankServicer
+from kvtransfer.transfer.rank_servicer import RankServicer, StepCount
 from kvtransfer.transfer.rendezvous import local_store, remote_store
-from kvtransfer.transfer.step_count import StepCount
 
 _CALL_S = 3.0  # calls between ranks take milliseconds
 _RETRY_S = 0.1

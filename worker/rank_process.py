@@ -37,15 +37,13 @@ from engine.runner.runner import ModelRunner
 from engine.tiers.rank_tiers import RankTiers
 from engine.tiers.tiers import Tiers
 from kvtransfer.links.backends import backend_for
-from kvtransfer.links.interface import guide_nccl
 from kvtransfer.links.link import LinkGuard
-from kvtransfer.transfer.fetch_servicer import FetchServicer, FetchServing
+from kvtransfer.links.nccl_library import guide_nccl
 from kvtransfer.transfer.link_config import LinkConfig
-from kvtransfer.transfer.rank_servicer import RankServicer
+from kvtransfer.transfer.rank_servicer import RankServicer, StepCount
 from kvtransfer.transfer.receiver import Receiver
 from kvtransfer.transfer.sender import Sender
-from kvtransfer.transfer.serve_fetches import ServedFetches
-from kvtransfer.transfer.step_count import StepCount
+from kvtransfer.transfer.serve_fetches import FetchServicer, ServedFetches
 from kvtransfer.transfer.wire_messages import Part, part_to_report
 from worker.gang_runner import GangRunner
 from worker.grammars import Grammars
@@ -67,7 +65,7 @@ class RankProcess:
 
     Rank 0 schedules and answers routers; every rank receives, computes and ships its own heads. The servicers answer
     from `bind` on, before the model is loaded. `load` sets their empty slots: `service` of the role's servicer,
-    `fetch_serving`, `receiver` and `on_report`.
+    `served_fetches`, `receiver` and `on_report`.
     """
 
     def __init__(
@@ -164,7 +162,7 @@ class RankProcess:
         background, because peers may be slow.
         """
         assert self._loaded, "call load() first"
-        self._prefixes.fetch_serving = None  # reject new fetches, which nothing would serve
+        self._prefixes.served_fetches = None  # reject new fetches, which nothing would serve
         setup, runner = self._loaded
         leader = None
         if self._service:
@@ -276,7 +274,7 @@ class RankProcess:
             max_tokens=min(runner.max_tokens, setup.spec.model.max_context or runner.max_tokens),
         )
         self._service = self._role.servicer.service = service
-        self._prefixes.fetch_serving = FetchServing(parts.engine.served_fetches, runner.layout, service.post)
+        self._prefixes.post, self._prefixes.served_fetches = service.post, parts.engine.served_fetches
         self._ranks.on_report = service.on_report
         frames_address = setup.host.serve_frames(self._hub)
         service.start(_member(setup, runner, frames_address, max_tokens=service.max_tokens))

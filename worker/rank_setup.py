@@ -29,7 +29,8 @@ from engine.tiers.directory_lock import DirectoryLock, choose_lock, open_key, ta
 from engine.tiers.disk_store import DiskStore
 from engine.tiers.host_store import HostStore
 from engine.tiers.rank_tiers import RankTiers
-from kvtransfer.links.backends import backend_for, device_bytes
+from kvtransfer.links.backends import backend_for
+from kvtransfer.links.nccl import NCCL_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,8 +168,8 @@ def _claim(setup: RankSetup, parallel: TensorParallel, *, root: Path) -> Directo
 
 def _link_bytes(setup: RankSetup, device: torch.device) -> int:
     """Return the device memory in bytes for links to and from every other replica that the spec allows."""
-    backend = backend_for(device, host_link=setup.spec.kv.host_link)
-    return 2 * num_link_peers(setup.spec, setup.pool.tensor_parallel) * device_bytes(backend)
+    is_nccl = backend_for(device, host_link=setup.spec.kv.host_link) == "nccl"
+    return 2 * num_link_peers(setup.spec, setup.pool.tensor_parallel) * NCCL_BYTES if is_nccl else 0
 
 
 def num_link_peers(spec: Spec, tensor_parallel: int) -> int:

@@ -17,10 +17,9 @@ from torch.distributed import Store
 from core.rpc.transfer_pb2_grpc import RankStub
 from core.wire.channel import open_channel
 from kvtransfer.links.backends import make_link
-from kvtransfer.links.link import LinkEnd, LinkGuard
+from kvtransfer.links.link import LinkEnd, LinkGuard, StagingRing
 from kvtransfer.profile.near_side import FAR, HOST, NEAR, TIMEOUT_S, NearSide
 from kvtransfer.transfer.rendezvous import Rendezvous, local_store, remote_store
-from kvtransfer.transfer.staging import StagingRing
 
 _CPU = torch.device("cpu")
 _NUM_FIRST = 4

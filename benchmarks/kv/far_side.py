@@ -10,7 +10,9 @@ class MessagesFarSide(FarSide):
     """Receiver that also accepts messages outside of handoffs."""
 
     def receive_over_link(self, backend: str, prefix: str, num_bytes: int, count: int) -> float:
-        return receive_over_link(self.rendezvous, self.guard, backend, prefix, num_bytes=num_bytes, count=count)
+        return receive_over_link(
+            self.servicer.rendezvous, self.guard, backend, prefix, num_bytes=num_bytes, count=count
+        )
 
     def receive_over_tcp(self, port: int, num_bytes: int, count: int, num_buffers: int) -> float:
         return receive_over_tcp(port, num_bytes=num_bytes, count=count, num_buffers=num_buffers)

@@ -9,7 +9,7 @@ import torch
 from core.spec.plugin import find
 from kvtransfer.links.gloo import GlooLink
 from kvtransfer.links.link import Link, LinkEnd
-from kvtransfer.links.nccl import NCCL_BYTES, NcclLink
+from kvtransfer.links.nccl import NcclLink
 from kvtransfer.links.nixl import NixlLink, check_nixl
 
 
@@ -30,11 +30,6 @@ def make_link(backend: str, end: LinkEnd) -> Link:
     lacks the library.
     """
     return find(backend, LINKS)(end)
-
-
-def device_bytes(backend: str) -> int:
-    """Return the device memory in bytes that one link takes in addition to its payloads."""
-    return NCCL_BYTES if backend == "nccl" else 0
 
 
 def backend_for(device: torch.device, *, host_link: str) -> str:

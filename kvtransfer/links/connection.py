@@ -1,23 +1,40 @@
-"""TCP connection of a link: setup between its two ends, and one-way transport."""
+"""TCP connection of a link: mutual authentication of its two ends, and one-way transport.
+
+    receiver ──> sender      nonce
+    sender   ──> receiver    nonce, and an HMAC over both
+    receiver ──> sender      an HMAC over both
+
+An eavesdropper cannot reuse a proof: each covers two fresh nonces, one link, one side and one mode. Both nonces have
+exactly 32 bytes, so the signed bytes parse in one way only, whatever the link's name is. An encrypted link derives its
+session key from the same nonces.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import hmac
+import secrets
 import select
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from torch.distributed import PrefixStore
 
 from core.types.errors import LinkClosed
-from kvtransfer.links.acceptor import Acceptor
-from kvtransfer.links.handshake import NONCE_BYTES, PROOF_BYTES, Handshake, new_nonce
 from kvtransfer.links.link import LinkEnd
 
 _PLACE = "place"  # store key for the receiving end's address: "host port"
+_NONCE_BYTES = _PROOF_BYTES = _KEY_BYTES = 32
+_MAX_PENDING_PEERS = 64  # beyond this, the oldest is dropped
+_PENDING_PEER_S = 2.0  # total time to complete the handshake
 
 
 def meet(end: LinkEnd) -> tuple[Connection, bytes]:
@@ -26,11 +43,17 @@ def meet(end: LinkEnd) -> tuple[Connection, bytes]:
     The receiving end listens and publishes its address in the store; the sending end connects. Returns the connection
     and its 32-byte session key. Raises LinkClosed, after timeout_s at the latest.
     """
+
+    async def meet_in_time() -> tuple[socket.socket, bytes]:
+        async with asyncio.timeout(end.timeout_s):
+            return await (_connect(end) if end.is_sender else _accept(end))
+
     try:
-        connected, key = _connect(end) if end.is_sender else _accept(end)
+        connected, key = asyncio.run(meet_in_time())
         return Connection(connected, is_sender=end.is_sender), key
-    except (OSError, RuntimeError) as error:
-        raise LinkClosed(f"link {end.prefix}: peer did not connect: {error}") from error
+    except (OSError, RuntimeError) as error:  # RuntimeError: the store's
+        reason = str(error) or "timed out waiting for the peer"
+        raise LinkClosed(f"link {end.prefix}: peer did not connect: {reason}") from error
 
 
 class Connection:
@@ -59,7 +82,7 @@ class Connection:
             return remaining
 
     def move_all(self, remaining: memoryview, *, timeout_s: float | None) -> None:
-        """Move all of `left`, blocking. timeout_s None: until the link is closed. Raises LinkClosed."""
+        """Move all of `remaining`, blocking. timeout_s None: until the link is closed. Raises LinkClosed."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while remaining := self.move_now(remaining):
             with self._using_socket():
@@ -95,33 +118,104 @@ class Connection:
                 self.close()
 
 
-def _accept(end: LinkEnd) -> tuple[socket.socket, bytes]:
-    """Listen, publish the address, and accept the authenticated peer. Raises OSError."""
+@dataclass(frozen=True, kw_only=True)
+class Handshake:
+    """Parameters that the two ends of one link must agree on. nonces: the receiver's and the sender's, 64 bytes."""
+
+    secret: bytes
+    link: str  # unique name
+    is_encrypted: bool
+
+    def proof(self, nonces: bytes, *, is_sender: bool) -> bytes:
+        """Return the HMAC-SHA256 that authenticates one side of the link."""
+        assert len(nonces) == 2 * _NONCE_BYTES, "nonces are read in full"
+        side = b"sender" if is_sender else b"receiver"
+        return hmac.digest(self.secret, b"|".join((side, self._context)) + nonces, "sha256")
+
+    def session_key(self, nonces: bytes) -> bytes:
+        """Derive the 32-byte encryption key of this connection (HKDF-SHA256)."""
+        return HKDF(algorithm=SHA256(), length=_KEY_BYTES, salt=nonces, info=self._context).derive(self.secret)
+
+    @property
+    def _context(self) -> bytes:
+        return b"|".join((b"sealed" if self.is_encrypted else b"clear", self.link.encode()))
+
+
+async def _accept(end: LinkEnd) -> tuple[socket.socket, bytes]:
+    """Listen, publish the address, and return the first peer that authenticates, with the session key.
+
+    Handshakes with all connecting peers concurrently, because a stranger may send nothing. Closes all others.
+    """
+    loop = asyncio.get_running_loop()
+    authenticated: asyncio.Future[tuple[socket.socket, bytes]] = loop.create_future()
+
+    def greeted(connection: socket.socket, greeting: asyncio.Task[bytes | None]) -> None:
+        # A greeting may be cancelled before it starts, so it cannot close its connection itself.
+        key = None if greeting.cancelled() or greeting.exception() else greeting.result()
+        if key and not authenticated.done():
+            authenticated.set_result((connection, key))
+        else:
+            connection.close()
+
+    async def accept_all(server: socket.socket) -> None:
+        pending_peers: list[asyncio.Task[bytes | None]] = []  # oldest first
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(server)
+            except OSError:  # the peer hung up, or this process has no file descriptors left
+                await asyncio.sleep(0.01)
+                continue
+            connection.setblocking(False)
+            pending_peers = [peer for peer in pending_peers if not peer.done()]
+            if len(pending_peers) >= _MAX_PENDING_PEERS:
+                pending_peers.pop(0).cancel()
+            pending_peers.append(asyncio.create_task(_authenticate_sender(connection, _handshake(end))))
+            pending_peers[-1].add_done_callback(partial(greeted, connection))
+
     family = socket.AF_INET6 if ":" in end.host else socket.AF_INET
-    deadline = time.monotonic() + end.timeout_s
     with socket.create_server((end.host, 0), family=family) as server:
-        acceptor = Acceptor(server, _handshake(end))
+        server.setblocking(False)
         PrefixStore(end.prefix, end.store).set(_PLACE, f"{end.host} {server.getsockname()[1]}")
-        return acceptor.wait(until=deadline)
+        accepting = asyncio.create_task(accept_all(server))
+        try:
+            return await authenticated
+        finally:
+            accepting.cancel()
 
 
-def _connect(end: LinkEnd) -> tuple[socket.socket, bytes]:
+async def _authenticate_sender(connection: socket.socket, handshake: Handshake) -> bytes | None:
+    """Return the session key, or None if the peer cannot prove that it is the sender. Raises OSError."""
+    loop, nonce = asyncio.get_running_loop(), secrets.token_bytes(_NONCE_BYTES)
+    async with asyncio.timeout(_PENDING_PEER_S):
+        await loop.sock_sendall(connection, nonce)
+        answer = await _read(connection, _NONCE_BYTES + _PROOF_BYTES)
+        nonces, proof = nonce + answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
+        if not proof or not hmac.compare_digest(handshake.proof(nonces, is_sender=True), proof):
+            return None
+        await loop.sock_sendall(connection, handshake.proof(nonces, is_sender=False))
+        return handshake.session_key(nonces)
+
+
+async def _connect(end: LinkEnd) -> tuple[socket.socket, bytes]:
     """Look up the peer's address, connect and authenticate. Raises OSError, and RuntimeError from the store."""
-    deadline = time.monotonic() + end.timeout_s
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + end.timeout_s
     place = PrefixStore(end.prefix, end.store)
     place.wait([_PLACE], timedelta(seconds=end.timeout_s))
     host, port = place.get(_PLACE).decode().split()
-    connection = socket.create_connection((host, int(port)), _seconds_until(deadline))
+    connection = socket.create_connection((host, int(port)), max(1e-3, deadline - loop.time()))
+    connection.setblocking(False)
     try:
-        nonces = {"receiver_nonce": _read(connection, NONCE_BYTES, deadline), "sender_nonce": new_nonce()}
-        if len(nonces["receiver_nonce"]) < NONCE_BYTES:
+        nonce, handshake = await _read(connection, _NONCE_BYTES), _handshake(end)
+        if len(nonce) < _NONCE_BYTES:
             raise ConnectionResetError(f"{host}:{port} closed the connection before sending its nonce")
-        handshake = _handshake(end)
-        connection.sendall(nonces["sender_nonce"] + handshake.proof(is_sender=True, **nonces))
-        if handshake.is_proved(_read(connection, PROOF_BYTES, deadline), is_sender=False, **nonces):
-            return connection, handshake.session_key(**nonces)
-        raise ConnectionRefusedError(f"{host}:{port} failed to authenticate for this link")
-    except OSError:
+        nonces = nonce + secrets.token_bytes(_NONCE_BYTES)
+        await loop.sock_sendall(connection, nonces[_NONCE_BYTES:] + handshake.proof(nonces, is_sender=True))
+        proof = await _read(connection, _PROOF_BYTES)
+        if not hmac.compare_digest(handshake.proof(nonces, is_sender=False), proof):
+            raise ConnectionRefusedError(f"{host}:{port} failed to authenticate for this link")
+        return connection, handshake.session_key(nonces)
+    except BaseException:  # includes a cancellation at the deadline
         connection.close()
         raise
 
@@ -130,21 +224,12 @@ def _handshake(end: LinkEnd) -> Handshake:
     return Handshake(secret=end.guard.secret, link=end.prefix, is_encrypted=end.guard.is_encrypted)
 
 
-def _read(connection: socket.socket, num_bytes: int, deadline: float) -> bytes:
+async def _read(connection: socket.socket, num_bytes: int) -> bytes:
     """Read `num_bytes` bytes, or fewer if the peer closes the connection. Raises OSError."""
     data = b""
     while len(data) < num_bytes:
-        connection.settimeout(_seconds_until(deadline))
-        chunk = connection.recv(num_bytes - len(data))
+        chunk = await asyncio.get_running_loop().sock_recv(connection, num_bytes - len(data))
         if not chunk:
             break
         data += chunk
     return data
-
-
-def _seconds_until(deadline: float) -> float:
-    """Return the remaining seconds. Raises TimeoutError if the deadline has passed."""
-    seconds = deadline - time.monotonic()
-    if seconds <= 0:
-        raise TimeoutError("timed out waiting for the peer")
-    return seconds

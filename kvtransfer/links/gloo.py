@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, Work
 
 from core.types.errors import LinkClosed
-from kvtransfer.links.link import LinkEnd, Operation
+from kvtransfer.links.link import LinkEnd, Operation, Waiting
 
 _Gloo: Any = ProcessGroupGloo  # torch's stubs lack its options, send and recv
 _SENDER, _RECEIVER = 0, 1
@@ -68,26 +69,23 @@ class GlooLink:
     def _start(self, start: Callable[[], Work]) -> Operation:
         if self._closed.is_set():
             raise LinkClosed("the link is closed")
-        try:
-            return _GlooOperation(start(), self._closed)
-        except RuntimeError as error:
-            self._closed.set()
-            raise LinkClosed(f"gloo: {error}") from error
+        with self._closing_on_error():
+            work = start()
+        return Waiting(lambda timeout_s: self._wait(work, timeout_s))
 
-
-class _GlooOperation:
-    def __init__(self, work: Work, closed: threading.Event) -> None:
-        self._work = work
-        self._closed = closed  # the link's
-
-    def wait(self, *, timeout_s: float) -> None:
-        try:
-            self._work.wait(timedelta(seconds=timeout_s))
-        except RuntimeError as error:
-            self._closed.set()
-            raise LinkClosed(f"gloo: {error}") from error
+    def _wait(self, work: Work, timeout_s: float) -> None:
+        with self._closing_on_error():
+            work.wait(timedelta(seconds=timeout_s))
         if self._closed.is_set():
             raise LinkClosed("the link was closed during the operation")
+
+    @contextmanager
+    def _closing_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            self._closed.set()
+            raise LinkClosed(f"gloo: {error}") from error
 
 
 @lru_cache(maxsize=4)

@@ -6,8 +6,8 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import lru_cache
 
@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.distributed import PrefixStore
 
 from core.types.errors import LinkClosed
-from kvtransfer.links.device_stream import StreamEvent, own_stream
-from kvtransfer.links.link import LinkEnd, Operation
+from engine.runner.streams import Event
+from kvtransfer.links.link import LinkEnd, Operation, Waiting, own_stream, stream_event
 from kvtransfer.links.nccl_library import Nccl, NcclError, loaded_nccl
 
 # GPU memory that a two-rank communicator takes on each side: NCCL 2.28.9 on an H100, docs/benchmarks/gpu.md.
@@ -34,8 +34,8 @@ class NcclLink:
 
     A dedicated thread creates the communicator, makes all NCCL calls and ends it, so a hanging call cannot block the
     link's user, who waits for this thread with a deadline. An operation waits for the work on its caller's current
-    stream and runs on the link's own stream (kvtransfer/links/device_stream.py). After a missed deadline or `close` the
-    communicator is aborted, which also ends its kernels; payloads are referenced until then.
+    stream and runs on the link's own stream. After a missed deadline or `close` the communicator is aborted, which also
+    ends its kernels; payloads are referenced until then.
     """
 
     backend = "nccl"
@@ -47,7 +47,7 @@ class NcclLink:
         self._abort_s = abort_s
         self._end = end
         self._nccl = nccl or loaded_nccl()
-        self._todo: queue.SimpleQueue[tuple[Tensor, StreamEvent] | None] = queue.SimpleQueue()
+        self._todo: queue.SimpleQueue[tuple[Tensor, Event] | None] = queue.SimpleQueue()
         self._num_started = 0  # used by the caller's thread only
         self._launching: Tensor | None = None  # payload being passed to NCCL; used by the link's thread only
         # Guards the fields below and notifies of their changes.
@@ -64,7 +64,7 @@ class NcclLink:
             raise LinkClosed(f"nccl: limit of {_MAX_THREADS} links reached, some may hang: restart this replica")
         self._has_ended = False
         threading.Thread(target=self._run, name="kv-nccl", daemon=True).start()
-        self._wait(lambda: self._has_met, timeout_s=self._end.timeout_s, operation="meeting the peer")
+        self._wait(lambda: self._has_met, self._end.timeout_s, "meeting the peer")
 
     def send(self, payload: Tensor) -> Operation:
         return self._start(payload)
@@ -75,17 +75,14 @@ class NcclLink:
     def close(self) -> None:
         self._fail(LinkClosed("the link is closed"))
 
-    def wait_for(self, number: int, *, timeout_s: float) -> None:
-        """Wait until `number` operations have completed. Raises LinkClosed."""
-        self._wait(lambda: self._num_done >= number, timeout_s=timeout_s, operation="an operation")
-
     def _start(self, payload: Tensor) -> Operation:
         self._check_open()
         self._num_started += 1
-        self._todo.put((payload, StreamEvent(self.device)))
-        return _NcclOperation(self, self._num_started)
+        number = self._num_started
+        self._todo.put((payload, stream_event(self.device)))
+        return Waiting(lambda timeout_s: self._wait(lambda: self._num_done >= number, timeout_s, "an operation"))
 
-    def _wait(self, condition: Callable[[], bool], *, timeout_s: float, operation: str) -> None:
+    def _wait(self, condition: Callable[[], bool], timeout_s: float, operation: str) -> None:
         with self._changed:
             is_over = self._changed.wait_for(lambda: self._failure is not None or condition(), timeout_s)
         if not is_over:
@@ -124,7 +121,9 @@ class NcclLink:
 
     def _run(self) -> None:
         try:
-            with _on(self.device), own_stream(self.device) as stream:
+            is_cuda = self.device.type == "cuda"
+            on_device: AbstractContextManager[object] = torch.cuda.device(self.device) if is_cuda else nullcontext()
+            with on_device, own_stream(self.device) as stream:
                 self._work(stream)
         except Exception as error:  # thread boundary: waiting threads must see the error
             self._fail(LinkClosed(f"nccl: {error}"))
@@ -135,11 +134,11 @@ class NcclLink:
             thread_places().release()
 
     def _work(self, stream: int) -> None:
-        under_way: deque[tuple[Tensor, StreamEvent]] = deque()
+        under_way: deque[tuple[Tensor, Event]] = deque()
         try:
             self._init()
             greeting = torch.zeros(1, dtype=torch.uint8, device=self.device)
-            under_way.append(self._launch(greeting, StreamEvent(self.device), stream))
+            under_way.append(self._launch(greeting, stream_event(self.device), stream))
             self._poll_until(lambda: under_way[0][1].is_over)
             under_way.clear()
             with self._changed:
@@ -151,7 +150,7 @@ class NcclLink:
         finally:
             self._abort()
             # Until the stream is idle, the device may write to payloads in flight or being launched.
-            StreamEvent(self.device).wait()
+            stream_event(self.device).wait()
             self._launching = None
 
     def _init(self) -> None:
@@ -194,7 +193,7 @@ class NcclLink:
             self._communicator = communicator
         self._poll_until(lambda: self._nccl.is_ready(communicator))
 
-    def _serve(self, under_way: deque[tuple[Tensor, StreamEvent]], stream: int) -> None:
+    def _serve(self, under_way: deque[tuple[Tensor, Event]], stream: int) -> None:
         communicator = self._communicator
         while communicator is not None:
             self._check_open()
@@ -211,7 +210,7 @@ class NcclLink:
                 self._nccl.is_ready(communicator)  # raises if the peer is gone
                 time.sleep(_POLL_S)
 
-    def _launch(self, payload: Tensor, before: StreamEvent, stream: int) -> tuple[Tensor, StreamEvent]:
+    def _launch(self, payload: Tensor, before: Event, stream: int) -> tuple[Tensor, Event]:
         """Launch an operation that waits for `before`. Returns its payload and its completion event."""
         communicator = self._communicator
         if communicator is None:
@@ -224,7 +223,7 @@ class NcclLink:
             self._nccl.recv(communicator, payload.data_ptr(), payload.numel(), of=_SENDER, stream=stream)
         self._poll_until(lambda: self._nccl.is_ready(communicator))
         self._launching = None
-        return payload, StreamEvent(self.device)
+        return payload, stream_event(self.device)
 
     def _poll_until(self, condition: Callable[[], bool]) -> None:
         """Poll until the condition holds. Raises LinkClosed if the link is closed meanwhile."""
@@ -232,25 +231,6 @@ class NcclLink:
         while not condition():
             time.sleep(_POLL_S)
             self._check_open()
-
-
-class _NcclOperation:
-    def __init__(self, link: NcclLink, number: int) -> None:
-        self._link = link
-        self._number = number
-
-    def wait(self, *, timeout_s: float) -> None:
-        self._link.wait_for(self._number, timeout_s=timeout_s)
-
-
-@contextmanager
-def _on(device: torch.device) -> Iterator[None]:
-    """Set the calling thread's current device."""
-    if device.type != "cuda":
-        yield
-        return
-    with torch.cuda.device(device):
-        yield
 
 
 @lru_cache(maxsize=1)

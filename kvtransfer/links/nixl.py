@@ -16,7 +16,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
 from importlib.util import find_spec
@@ -27,8 +26,8 @@ from torch import Tensor
 from torch.distributed import PrefixStore
 
 from core.types.errors import LinkClosed, SpecError
-from kvtransfer.links.device_stream import StreamEvent
-from kvtransfer.links.link import LinkEnd, Operation
+from engine.runner.streams import Event
+from kvtransfer.links.link import LinkEnd, Operation, Waiting, stream_event
 
 _POLL_S = 5e-5
 _OFFER = struct.Struct("=QQQI")  # number, address, bytes, device; memory keys follow
@@ -63,7 +62,7 @@ class NixlLink:
         self._agent_lock = threading.Lock()
         self._agent: _Agent | None = None
         self._num_started = self._num_done = 0  # operations
-        self._receives: deque[tuple[int, Tensor, StreamEvent]] = deque()  # reads not started
+        self._receives: deque[tuple[int, Tensor, Event]] = deque()  # reads not started
         self._offers: dict[int, bytes] = {}  # received, not yet read
         self._reads: deque[tuple[Tensor, Any]] = deque()  # in progress
         self._sends: dict[int, Tensor] = {}
@@ -96,7 +95,7 @@ class NixlLink:
         operation.wait(timeout_s=max(0.0, until - time.monotonic()))
 
     def send(self, payload: Tensor) -> Operation:
-        StreamEvent(self.device).wait()  # NIXL ignores CUDA streams, so the payload must be complete
+        stream_event(self.device).wait()  # NIXL ignores CUDA streams, so the payload must be complete
 
         def offer(agent: _Agent, number: int) -> None:
             agent.offer(number, payload)
@@ -105,7 +104,7 @@ class NixlLink:
         return self._start(offer)
 
     def recv(self, payload: Tensor) -> Operation:
-        event = StreamEvent(self.device)  # earlier uses of the payload's memory
+        event = stream_event(self.device)  # earlier uses of the payload's memory
         return self._start(lambda agent, number: self._receives.append((number, payload, event)))
 
     def close(self) -> None:
@@ -113,7 +112,7 @@ class NixlLink:
             self._closed.set()
             threading.Thread(target=self._destroy, name="kv-nixl-end").start()
 
-    def wait_for(self, number: int, *, timeout_s: float) -> None:
+    def _wait(self, number: int, timeout_s: float) -> None:
         """Wait until `number` operations have completed. Raises LinkClosed."""
         deadline = time.monotonic() + timeout_s
         while self._using(self._progress) < number:
@@ -125,7 +124,8 @@ class NixlLink:
     def _start(self, start: Callable[[_Agent, int], None]) -> Operation:
         self._using(lambda agent: start(agent, self._num_started))
         self._num_started += 1
-        return _NixlOperation(self, self._num_started)
+        number = self._num_started
+        return Waiting(lambda timeout_s: self._wait(number, timeout_s))
 
     def _using(self, use: Callable[[_Agent], Any]) -> Any:
         """Call `use` with the agent under its lock. Raises LinkClosed."""
@@ -172,23 +172,6 @@ class NixlLink:
         del held
 
 
-class _NixlOperation:
-    def __init__(self, link: NixlLink, number: int) -> None:
-        self._link = link
-        self._number = number
-
-    def wait(self, *, timeout_s: float) -> None:
-        self._link.wait_for(self._number, timeout_s=timeout_s)
-
-
-@dataclass(eq=False)
-class _Registered:
-    """Memory registered with NIXL. The reference keeps the storage alive."""
-
-    storage: torch.UntypedStorage
-    descriptors: Any
-
-
 class _Agent:
     """A NIXL agent and its registered memory. Its methods raise the exceptions of `_errors`."""
 
@@ -204,24 +187,24 @@ class _Agent:
         self._agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
         self._device = device
         self._memory = "VRAM" if device.type == "cuda" else "DRAM"
-        self._registered: dict[tuple[int, int], _Registered] = {}  # by (address, size), least recently used first
+        # Storage, which the reference keeps alive, and its descriptors; by (address, size), least recently used first.
+        self._registered: dict[tuple[int, int], tuple[torch.UntypedStorage, Any]] = {}
         self._peer = ""
 
     @property
     def introduction(self) -> bytes:
-        introduction: bytes = self._agent.get_agent_metadata()
-        return introduction
+        return bytes(self._agent.get_agent_metadata())
 
     def meet(self, introduction: bytes) -> None:
-        self._peer = _name(self._agent.add_remote_agent(introduction))
+        name = self._agent.add_remote_agent(introduction)
+        self._peer = name.decode() if isinstance(name, bytes) else name
 
     def messages(self) -> list[bytes]:
-        messages: list[bytes] = self._agent.get_new_notifs().get(self._peer, [])
-        return messages
+        return list(self._agent.get_new_notifs().get(self._peer, []))
 
     def offer(self, number: int, payload: Tensor) -> None:
         new = self._register(payload)
-        keys = self._agent.get_partial_agent_metadata(new.descriptors, False, ["UCX"]) if new else b""
+        keys = self._agent.get_partial_agent_metadata(new, False, ["UCX"]) if new else b""
         place = _OFFER.pack(number, payload.data_ptr(), payload.numel(), payload.device.index or 0)
         self._agent.send_notif(self._peer, place + keys)
 
@@ -252,25 +235,27 @@ class _Agent:
 
     def end(self) -> None:
         """Deregister memory and destroy the agent, which ends transfers in progress."""
-        for registered in self._registered.values():
+        for _, descriptors in self._registered.values():
             with suppress(*_errors()):
-                self._agent.deregister_memory(registered.descriptors)
+                self._agent.deregister_memory(descriptors)
         del self._agent
         self._registered.clear()
 
-    def _register(self, payload: Tensor) -> _Registered | None:
-        """Register the payload's storage, evicting the least recently used. Returns None if it was registered."""
+    def _register(self, payload: Tensor) -> Any:
+        """Register the payload's storage, evicting the least recently used.
+
+        Returns its descriptors, or None if it was registered.
+        """
         storage = payload.untyped_storage()
         place = storage.data_ptr(), storage.nbytes()
-        registered_before = self._registered.pop(place, None)
-        if registered_before:
-            self._registered[place] = registered_before
+        if known := self._registered.pop(place, None):
+            self._registered[place] = known
             return None
         if len(self._registered) >= _MAX_REGISTERED:
-            oldest = self._registered.pop(next(iter(self._registered)))
-            self._agent.deregister_memory(oldest.descriptors)
-        descriptors = self._agent.register_memory([(*place, payload.device.index or 0, "")], self._memory)
-        new = self._registered[place] = _Registered(storage, descriptors)
+            _, oldest = self._registered.pop(next(iter(self._registered)))
+            self._agent.deregister_memory(oldest)
+        new = self._agent.register_memory([(*place, payload.device.index or 0, "")], self._memory)
+        self._registered[place] = storage, new
         return new
 
 
@@ -283,7 +268,3 @@ def _errors() -> tuple[type[Exception], ...]:
         value for value in vars(_bindings).values() if isinstance(value, type) and issubclass(value, Exception)
     ]
     return RuntimeError, struct.error, *nixl_errors
-
-
-def _name(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value

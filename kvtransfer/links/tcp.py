@@ -1,19 +1,32 @@
-"""Links over a TCP connection, for hosts without GPUs."""
+"""Links over a TCP connection, for hosts without GPUs.
+
+An encrypted payload is AES-GCM in pieces:
+
+    (up to 256 KiB of ciphertext, 16-byte tag), repeated
+
+Both ends know the payload's size, so pieces need no length. Pieces are numbered over the lifetime of the link, and the
+number is the nonce: a changed, dropped, repeated or reordered piece fails to decrypt. A piece fits into a CPU cache.
+"""
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
-from concurrent.futures import Future
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from torch import Tensor
 
 from core.types.errors import LinkClosed
 from kvtransfer.links.connection import Connection, meet
-from kvtransfer.links.encryption import Cipher, encrypted_size, pieces
-from kvtransfer.links.link import LinkEnd, Operation
+from kvtransfer.links.link import LinkEnd, Operation, Waiting
+
+_PIECE_BYTES = 256 << 10
+_TAG_BYTES = 16
+_NONCE_BYTES = 12
 
 
 class TcpLink:
@@ -32,7 +45,10 @@ class TcpLink:
         # The receiver needs one: the kernel buffers the next payload while this one is written to the pool.
         self.num_buffers = 2 if end.is_sender else 1
         self._end = end
-        self._wire: _Wire | None = None
+        self._cipher: Cipher | None = None
+        self._pusher = ThreadPoolExecutor(1, thread_name_prefix="kv-push")  # starts its thread on first use
+        self._num_pushed = 0  # sends that it got and that were not waited for; used by the link's thread only
+        self._connection: Connection | None = None
         self._is_closed = False
         self._lock = threading.Lock()  # guards the two fields above
 
@@ -40,168 +56,143 @@ class TcpLink:
         if self._is_closed:
             raise LinkClosed("the link is closed")
         connection, key = meet(self._end)
+        self._cipher = Cipher(key) if self._end.guard.is_encrypted else None
         with self._lock:
-            self._wire = _Wire(connection, Cipher(key) if self._end.guard.is_encrypted else None)
+            self._connection = connection
         if self._is_closed:  # closed during the connect
             self.close()
             raise LinkClosed("the link is closed")
 
     def send(self, payload: Tensor) -> Operation:
-        return self._met.send(payload.numpy().data)
+        connection, remaining = self._connected, payload.numpy().data
+        encrypted: memoryview | None = None
+        if self._cipher is None:
+            remaining = self._send_now(connection, remaining)
+        else:
+            encrypted = self._cipher.buffer(len(remaining))
+            remaining = self._send_encrypted(connection, self._cipher, remaining, encrypted)
+        pushed = self._push(connection, remaining) if remaining else None
+        return Waiting(lambda timeout_s: self._wait_sent(connection, pushed, encrypted, timeout_s))
 
     def recv(self, payload: Tensor) -> Operation:
-        wire = self._met
-        wire.connection.check()
-        return _Receiving(wire.connection, payload.numpy().data, wire.encryptor)
+        connection = self._connected
+        return Waiting(lambda timeout_s: self._receive(connection, payload.numpy().data, timeout_s))
 
     def close(self) -> None:
         with self._lock:
-            self._is_closed, wire = True, self._wire
-        if wire:
-            wire.connection.close()
-            wire.pusher.close()
+            self._is_closed, connection = True, self._connection
+        if connection:
+            connection.close()
+        self._pusher.shutdown(wait=False)
 
     @property
-    def _met(self) -> _Wire:
-        if self._wire is None:
+    def _connected(self) -> Connection:
+        if self._connection is None:
             raise LinkClosed("the link is not connected")
-        return self._wire
+        self._connection.check()
+        return self._connection
 
+    def _send_now(self, connection: Connection, remaining: memoryview) -> memoryview:
+        """Send as much as possible without blocking, behind all earlier sends, and return the rest."""
+        return remaining if self._num_pushed else connection.move_now(remaining)
 
-class _Wire:
-    """A connection with its encryptor and its pusher thread."""
-
-    def __init__(self, connection: Connection, cipher: Cipher | None) -> None:
-        self.connection = connection
-        self.encryptor = _Encryptor(cipher) if cipher else None
-        self.pusher = _Pusher(connection)
-
-    def send(self, payload: memoryview) -> Operation:
-        self.connection.check()
-        if self.encryptor is None:
-            remaining = self.connection.move_now(payload) if self.pusher.is_idle else payload
-            return self.pusher.push(remaining) if remaining else _Sent()
-        encrypted = self.encryptor.buffer(encrypted_size(len(payload)))
+    def _send_encrypted(
+        self, connection: Connection, cipher: Cipher, payload: memoryview, encrypted: memoryview
+    ) -> memoryview:
+        """Send each piece as soon as it is encrypted. Returns the bytes that did not fit into the socket buffer."""
         num_sent = 0
-        for num_encrypted in self.encryptor.cipher.encrypt(payload, encrypted):  # send each piece at once
-            if self.pusher.is_idle:
-                num_sent = num_encrypted - len(self.connection.move_now(encrypted[num_sent:num_encrypted]))
-        remaining = encrypted[num_sent:]
-        return _EncryptedReceiver(self.pusher.push(remaining) if remaining else _Sent(), encrypted, self.encryptor)
+        for num_encrypted in cipher.encrypt(payload, encrypted):
+            num_sent = num_encrypted - len(self._send_now(connection, encrypted[num_sent:num_encrypted]))
+        return encrypted[num_sent:]
 
+    def _push(self, connection: Connection, remaining: memoryview) -> Future[None]:
+        """Let the pusher send the rest, behind all earlier sends."""
+        try:
+            pushed = self._pusher.submit(connection.move_all, remaining, timeout_s=None)
+        except RuntimeError as error:  # the pusher is shut down
+            raise LinkClosed("the link is closed") from error
+        self._num_pushed += 1
+        return pushed
 
-class _Sent:
-    """Completed send: the whole payload is in the socket buffer."""
+    def _wait_sent(
+        self, connection: Connection, pushed: Future[None] | None, encrypted: memoryview | None, timeout_s: float
+    ) -> None:
+        """Wait until the data is in the socket buffer."""
+        if pushed:
+            try:
+                pushed.result(timeout_s)
+            except TimeoutError as error:
+                connection.close()
+                raise LinkClosed(f"tcp: send timed out after {timeout_s:.1f} s") from error
+            self._num_pushed -= 1
+        if self._cipher and encrypted:
+            self._cipher.free(encrypted)
 
-    def wait(self, *, timeout_s: float) -> None:
-        pass
-
-
-class _Receiving:
-    def __init__(self, connection: Connection, payload: memoryview, encryptor: _Encryptor | None) -> None:
-        self._connection = connection
-        self._payload = payload
-        self._encryptor = encryptor
-
-    def wait(self, *, timeout_s: float) -> None:
-        if self._encryptor is None:
-            self._connection.move_all(self._payload, timeout_s=timeout_s)
+    def _receive(self, connection: Connection, payload: memoryview, timeout_s: float) -> None:
+        if self._cipher is None:
+            connection.move_all(payload, timeout_s=timeout_s)
             return
         deadline = time.monotonic() + timeout_s
         try:
-            for piece in pieces(self._payload):
-                encrypted = self._encryptor.buffer(encrypted_size(len(piece)))
-                self._connection.move_all(encrypted, timeout_s=max(0.0, deadline - time.monotonic()))
-                self._encryptor.cipher.open(encrypted, piece)
-                self._encryptor.free(encrypted)
+            for start, end in _pieces(len(payload)):
+                encrypted = self._cipher.buffer(end - start)
+                connection.move_all(encrypted, timeout_s=max(0.0, deadline - time.monotonic()))
+                self._cipher.decrypt(encrypted, payload[start:end])
+                self._cipher.free(encrypted)
         except LinkClosed:
-            self._connection.close()
+            connection.close()
             raise
 
 
-class _Encryptor:
-    """A cipher and its reusable buffers, which avoid page faults on fresh memory."""
+class Cipher:
+    """Cipher of one end of an encrypted link, with reusable buffers, which avoid page faults on fresh memory.
 
-    def __init__(self, cipher: Cipher) -> None:
-        self.cipher = cipher
+    Used by the link's thread only.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        """key: 32 bytes, used for this link and direction only."""
+        self._aead = AESGCM(key)
+        self._count = 0
         self._buffers: list[bytearray] = []
 
     def buffer(self, num_bytes: int) -> memoryview:
-        """Take a buffer of `num_bytes` bytes. Return it with `free`."""
+        """Take a buffer for a payload of `num_bytes` bytes, encrypted. Return it with `free`."""
+        size = _encrypted_size(num_bytes)
         buffer = self._buffers.pop() if self._buffers else bytearray()
-        if len(buffer) < num_bytes:
-            buffer = bytearray(num_bytes)
-        return memoryview(buffer)[:num_bytes]
+        if len(buffer) < size:
+            buffer = bytearray(size)
+        return memoryview(buffer)[:size]
 
     def free(self, encrypted: memoryview) -> None:
         buffer = encrypted.obj
         assert isinstance(buffer, bytearray)
         self._buffers.append(buffer)
 
+    def encrypt(self, payload: memoryview, encrypted: memoryview) -> Iterator[int]:
+        """Encrypt into `encrypted`, a `buffer` of the payload's size. Yields the bytes filled after each piece."""
+        for start, end in _pieces(len(payload)):
+            into = encrypted[_encrypted_size(start) : _encrypted_size(end)]
+            self._aead.encrypt_into(self._next_nonce(), payload[start:end], None, into)
+            yield _encrypted_size(end)
 
-class _EncryptedReceiver:
-    """Send of an encrypted payload in progress; frees the buffer when done."""
-
-    def __init__(self, sending: Operation, encrypted: memoryview, encryptor: _Encryptor) -> None:
-        self._sending = sending
-        self._encrypted = encrypted
-        self._encryptor = encryptor
-
-    def wait(self, *, timeout_s: float) -> None:
-        self._sending.wait(timeout_s=timeout_s)
-        self._encryptor.free(self._encrypted)
-
-
-class _Pusher:
-    """Thread that sends data that did not fit into the socket buffer. Started on first use."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._left: queue.SimpleQueue[_Sending | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._num_pending = 0  # pushes not yet waited for; used by the link's thread only
-
-    @property
-    def is_idle(self) -> bool:
-        return self._num_pending == 0
-
-    def push(self, remaining: memoryview) -> Operation:
-        """Queue data behind all earlier pushes. Raises LinkClosed."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="kv-push", daemon=True)
-            self._thread.start()
-        self._num_pending += 1
-        sending = _Sending(self, remaining)
-        self._left.put(sending)
-        self._connection.check()  # after `close` the thread no longer reads the queue
-        return sending
-
-    def wait(self, sending: _Sending, *, timeout_s: float) -> None:
-        """Wait until the data is in the socket buffer. Raises LinkClosed."""
+    def decrypt(self, encrypted: memoryview, piece: memoryview) -> None:
+        """Decrypt the next piece of a payload into `piece`. Raises LinkClosed if authentication fails."""
         try:
-            sending.done.result(timeout_s)
-        except TimeoutError as error:
-            self._connection.close()
-            raise LinkClosed(f"tcp: send timed out after {timeout_s:.1f} s") from error
-        self._num_pending -= 1
+            self._aead.decrypt_into(self._next_nonce(), encrypted, None, piece)
+        except InvalidTag:
+            raise LinkClosed("tcp: received data failed authentication") from None
 
-    def close(self) -> None:
-        self._left.put(None)
-
-    def _run(self) -> None:
-        while sending := self._left.get():
-            try:
-                self._connection.move_all(sending.remaining, timeout_s=None)
-                sending.done.set_result(None)
-            except LinkClosed as error:
-                sending.done.set_exception(error)
+    def _next_nonce(self) -> bytes:
+        self._count += 1
+        return self._count.to_bytes(_NONCE_BYTES, "big")
 
 
-class _Sending:
-    def __init__(self, pusher: _Pusher, remaining: memoryview) -> None:
-        self.remaining = remaining
-        self.done: Future[None] = Future()
-        self._pusher = pusher
+def _pieces(num_bytes: int) -> Iterator[tuple[int, int]]:
+    """Yield the start and the end of each piece of a payload."""
+    return ((start, min(start + _PIECE_BYTES, num_bytes)) for start in range(0, num_bytes, _PIECE_BYTES))
 
-    def wait(self, *, timeout_s: float) -> None:
-        self._pusher.wait(self, timeout_s=timeout_s)
+
+def _encrypted_size(num_bytes: int) -> int:
+    """Return the size on the wire of a payload of `num_bytes` bytes."""
+    return num_bytes + _TAG_BYTES * -(-num_bytes // _PIECE_BYTES)

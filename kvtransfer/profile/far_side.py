@@ -17,72 +17,48 @@ from core.wire.rank_server import RankHost
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
 from kvtransfer.links.link import LinkGuard
-from kvtransfer.profile.near_side import FAR, HOST, TIMEOUT_S
+from kvtransfer.profile.near_side import FAR, HOST, TIMEOUT_S, link_config
 from kvtransfer.protocol.frames import Opening
-from kvtransfer.transfer.link_config import LinkConfig
 from kvtransfer.transfer.rank_servicer import RankServicer
 from kvtransfer.transfer.receiver import Receiver
-from kvtransfer.transfer.rendezvous import Rendezvous
 
 
 class FarSide:
     """Receiver whose public methods are commands. Times are on the host's monotonic clock, shared by its processes."""
 
     def __init__(self) -> None:
-        self._identity = Identity(FAR, None)
-        self._host = RankHost(HOST, self._identity)
-        self._servicer = RankServicer()
-        self._guard: LinkGuard | None = None
+        self.servicer = RankServicer()
+        self.guard = LinkGuard(b"")
+        self._host = RankHost(HOST, Identity(FAR, None))
         self._landings: queue.SimpleQueue[tuple[str, float]] = queue.SimpleQueue()
-        self._address = self._host.serve(lambda server: add_RankServicer_to_server(self._servicer, server))
 
-    def address(self) -> str:
-        return self._address
-
-    def agree(self, secret: str, is_encrypted: bool) -> None:
-        """Set the link authentication. Must be the first command."""
-        self._guard = LinkGuard(bytes.fromhex(secret), is_encrypted)
+    def agree(self, secret: str, is_encrypted: bool) -> str:
+        """Set the link authentication, and return the address. Must be the first command."""
+        self.guard = LinkGuard(bytes.fromhex(secret), is_encrypted)
+        return self._host.serve(lambda server: add_RankServicer_to_server(self.servicer, server))
 
     def make_pool(self, layout: dict[str, Any], num_blocks: int, wire_dtype: str, backend: str) -> None:
         """Create the pool and the receiver for handoffs of this layout."""
         layout |= {name: tuple(numbers) for name, numbers in layout.items() if isinstance(numbers, list)}
-        config = LinkConfig(
-            rank=0,
-            identity=self._identity,
-            pool=KVPool(KVLayout(**layout), num_blocks=num_blocks, device=torch.device("cpu")),
-            wire_dtype=wire_dtype,
-            backend=backend,
-            host=HOST,
-            timeout_s=TIMEOUT_S,
-            guard=self.guard,
-        )
-        self._servicer.receiver = Receiver(
-            config,
-            rendezvous=self._servicer.rendezvous,
+        pool = KVPool(KVLayout(**layout), num_blocks=num_blocks, device=torch.device("cpu"))
+        self.servicer.receiver = Receiver(
+            link_config(self._host.identity, pool, wire_dtype=wire_dtype, backend=backend, guard=self.guard),
+            rendezvous=self.servicer.rendezvous,
             on_landed=lambda landing: self._landings.put((landing.handoff, time.monotonic())),
         )
 
     def open(self, handoff: str, num_tokens: int, num_blocks: int) -> None:
-        assert self._servicer.receiver, "call make_pool first"
+        assert self.servicer.receiver, "call make_pool first"
         opening = Opening(
             handoff=handoff, num_tokens=num_tokens, max_tokens=num_tokens, block_ids=tuple(range(num_blocks))
         )
-        self._servicer.receiver.open(opening)
+        self.servicer.receiver.open(opening)
 
     def landed(self, handoff: str) -> float:
         """Wait for a handoff to land and return the time in seconds."""
         found, at = self._landings.get(timeout=TIMEOUT_S)
         assert found == handoff, f"expected handoff {handoff}, landed {found}"
         return at
-
-    @property
-    def rendezvous(self) -> Rendezvous:
-        return self._servicer.rendezvous
-
-    @property
-    def guard(self) -> LinkGuard:
-        assert self._guard, "call agree first"
-        return self._guard
 
 
 def serve(make: Callable[[], FarSide]) -> NoReturn:

@@ -35,8 +35,7 @@ class NearSide:
         self.guard = LinkGuard(secrets.token_bytes(32), is_encrypted=is_encrypted)
         self._senders: list[Sender] = []
         self.far = ChildProcess(far, answer_s=TIMEOUT_S)
-        self.far.ask("agree", secret=self.guard.secret.hex(), is_encrypted=is_encrypted)
-        self.address: str = self.far.ask("address")
+        self.address: str = self.far.ask("agree", secret=self.guard.secret.hex(), is_encrypted=is_encrypted)
 
     def __enter__(self) -> NearSide:
         return self
@@ -52,21 +51,8 @@ class NearSide:
         layout = asdict(pool.layout)
         self.far.ask("make_pool", layout=layout, num_blocks=pool.num_blocks, wire_dtype=wire_dtype, backend=backend)
         shipments: queue.SimpleQueue[Shipment] = queue.SimpleQueue()
-        sender = Sender(
-            LinkConfig(
-                rank=0,
-                identity=NEAR,
-                pool=pool,
-                wire_dtype=wire_dtype,
-                backend=backend,
-                host=HOST,
-                timeout_s=TIMEOUT_S,
-                guard=self.guard,
-            ),
-            loop=self.host.loop,
-            on_shipped=shipments.put,
-            group_bytes=group_bytes,
-        )
+        config = link_config(NEAR, pool, wire_dtype=wire_dtype, backend=backend, guard=self.guard)
+        sender = Sender(config, loop=self.host.loop, on_shipped=shipments.put, group_bytes=group_bytes)
         self._senders.append(sender)
         return MeasuredSender(self, sender, shipments)
 
@@ -105,3 +91,16 @@ class MeasuredSender:
         if shipment.error:
             raise TransferError(f"{transfer.handoff.id}: {shipment.error}")
         return shipment, self._near.far.ask("landed", handoff=transfer.handoff.id)
+
+
+def link_config(identity: Identity, pool: KVPool, *, wire_dtype: str, backend: str, guard: LinkGuard) -> LinkConfig:
+    return LinkConfig(
+        rank=0,
+        identity=identity,
+        pool=pool,
+        wire_dtype=wire_dtype,
+        backend=backend,
+        host=HOST,
+        timeout_s=TIMEOUT_S,
+        guard=guard,
+    )

@@ -46,10 +46,8 @@ class ShippedPrompts:
         plain = min(self._compute(num_tokens, lambda batch, layer: None) for _ in range(_NUM_TRIES))
         tries = [self._ship_while_computing(num_tokens) for _ in range(_NUM_TRIES)]
         alone, wire_bytes = min(self._ship_alone(num_tokens) for _ in range(_NUM_TRIES_ALONE))
-        prefill, exposed = (
-            min(prefill for prefill, _ in tries),
-            sorted(exposed for _, exposed in tries)[len(tries) // 2],
-        )
+        prefill = min(prefill for prefill, _ in tries)
+        exposed = sorted(exposed for _, exposed in tries)[len(tries) // 2]
         return {
             "tokens": num_tokens,
             "wire_bytes": wire_bytes,

@@ -1,10 +1,7 @@
 """Prefix fetches of a replica from other replicas, tracked on rank 0. Pure.
 
-    begin ──> OPEN ──landed──────────────────────────> the owner's blocks hold the fetched prefix
-               └──missed, expired, cancelled──> CLOSED the opened blocks return to the pool after quarantine
-
 A fetch is a handoff: an incoming transfer of at least one block, with room for every block that the source is reported
-to hold. The source's commit carries the actual number.
+to hold. The source's commit carries the actual number. Once it has landed, the owner's blocks hold the prefix.
 """
 
 from __future__ import annotations
@@ -16,10 +13,9 @@ from typing import Generic, Protocol, TypeVar
 from core.types.handoff import Handoff, PrefixSource
 from engine.kv.block_manager import BlockManager
 from engine.kv.layout import KVLayout
-from kvtransfer.protocol.frames import Opening
+from kvtransfer.protocol.frames import Opening, operation_timeout
 from kvtransfer.protocol.incoming_transfers import IncomingTransfer, IncomingTransfers, ReceivingEnd
 from kvtransfer.protocol.ledger import Landing
-from kvtransfer.protocol.segment import operation_timeout
 
 T = TypeVar("T")
 
@@ -40,40 +36,13 @@ class Fetch(Generic[T]):
     hashes: tuple[bytes, ...]  # from the start of the prefix
     timeout_s: float
     begun_at: float
-    incoming: IncomingTransfer[Fetch[T]] | None = None
+    incoming: IncomingTransfer[T]
     call: Call | None = None
 
     @property
-    def id(self) -> str:
-        return self.handoff.id
-
-    @property
-    def opening(self) -> Opening:
-        assert self.incoming
-        return self.incoming.opening
-
-    @property
     def num_tokens(self) -> int:
-        """Number of positions received."""
-        assert self.incoming
-        return self.incoming.num_tokens - self.opening.first_token
-
-    @property
-    def features(self) -> bytes:
-        """Draft-head features of the last received position."""
-        assert self.incoming
-        return self.incoming.features
-
-    @property
-    def problem(self) -> str:
-        """Error in the received data; empty if there is none."""
-        assert self.incoming
-        return self.incoming.problem
-
-    @property
-    def exposed(self) -> set[int]:
-        """Blocks and state slot opened for this fetch."""
-        return set(self.opening.exposed)
+        """Number of positions received. Valid once the fetch has landed."""
+        return self.incoming.landing.num_tokens - self.handoff.first_token
 
 
 class PrefixFetches(Generic[T]):
@@ -95,7 +64,7 @@ class PrefixFetches(Generic[T]):
         call: Callable[[Fetch[T]], Call],
     ) -> None:
         """timeout_s: for the source to respond; the time to move the bytes is added."""
-        self._incoming_transfers: IncomingTransfers[Fetch[T]] = IncomingTransfers(
+        self._incoming_transfers: IncomingTransfers[T] = IncomingTransfers(
             receiver, blocks, num_ranks=len(addresses), close_elsewhere=close_elsewhere
         )
         self._replica = replica
@@ -104,9 +73,6 @@ class PrefixFetches(Generic[T]):
         self._timeout_s = timeout_s
         self._call = call
         self._under_way: dict[T, Fetch[T]] = {}
-
-    def __len__(self) -> int:
-        return len(self._under_way)
 
     def begin(
         self,
@@ -122,17 +88,15 @@ class PrefixFetches(Generic[T]):
     ) -> None:
         """Fetch the blocks of `hashes` from `first_block` on into the same positions of `blocks`.
 
-        state_slots: slot for the state after them, if the model has recurrent layers.
-
-        `id` may repeat, but not together with the same `now` (seconds on the caller's clock). The handoff id must be
-        hard to guess for other processes.
+        id: unique, and hard to guess for other processes. state_slots: slot for the state after the blocks, if the
+        model has recurrent layers. now: seconds on the caller's clock.
         """
         size = self._layout.block_size
         cache = self._layout.cache.of_ranks(self._layout.tensor_parallel)
         num_bytes = cache.shipped_bytes(len(hashes) * size, held=first_block * size)
         timeout_s = operation_timeout(self._timeout_s, num_bytes)
         handoff = Handoff(
-            id=f"{self._replica}/{id}/pull/{int(now * 1e9):x}",
+            id=f"{self._replica}/{id}",
             epoch=1,
             replica=self._replica,
             ranks=self._addresses,
@@ -146,14 +110,15 @@ class PrefixFetches(Generic[T]):
         opening = Opening.of(
             handoff, blocks[first_block : len(hashes)], state_slots=state_slots, sender=prefix_source.replica
         )
-        fetch = self._under_way[owner] = Fetch(owner, prefix_source, handoff, tuple(hashes), timeout_s, begun_at=now)
-        fetch.incoming = self._incoming_transfers.open(opening, owner=fetch, expires_at=now + timeout_s)
+        incoming = self._incoming_transfers.open(opening, owner=owner, expires_at=now + timeout_s)
+        fetch = Fetch(owner, prefix_source, handoff, tuple(hashes), timeout_s, begun_at=now, incoming=incoming)
+        self._under_way[owner] = fetch
         fetch.call = self._call(fetch)
 
     def landed(self, rank: int, landing: Landing) -> Fetch[T] | None:
         """Record that one rank has received the prefix. Returns the fetch once, when every rank has."""
         incoming = self._incoming_transfers.landed(rank, landing)
-        return self._under_way.pop(incoming.owner.owner) if incoming else None
+        return self._under_way.pop(incoming.owner) if incoming else None
 
     def missed(self, fetch: Fetch[T]) -> bool:
         """Cancel a fetch that the source cannot serve. Returns False if it is over already."""
@@ -164,7 +129,7 @@ class PrefixFetches(Generic[T]):
 
     def expired(self, now: float) -> list[Fetch[T]]:
         """Cancel the fetches past their deadline and return them."""
-        expired = [incoming.owner for incoming in self._incoming_transfers.expired(now)]
+        expired = [self._under_way[incoming.owner] for incoming in self._incoming_transfers.expired(now)]
         for fetch in expired:
             self.cancel(fetch.owner)
         return expired
@@ -173,7 +138,7 @@ class PrefixFetches(Generic[T]):
         """Cancel the owner's fetch, if any. The owner loses its reference to the opened blocks."""
         fetch = self._under_way.pop(owner, None)
         if fetch:
-            assert fetch.incoming and fetch.call
+            assert fetch.call
             fetch.call.cancel()
             self._incoming_transfers.give_up(fetch.incoming)
         return fetch

@@ -1,13 +1,7 @@
-"""Incoming transfers of a replica: the handoffs that it has opened, tracked on rank 0. Pure.
+"""Incoming transfers of a replica: the handoffs that it has opened, tracked on rank 0. Pure. States: docs/HANDOFF.md.
 
-             every rank has landed
-    OPEN ─────────────────────────────────> WHOLE     the owner has the blocks; no more writes
-     │
-     │ cancelled, lease ended, or expired
-     v
-    CLOSING ──every rank has closed it──> CLOSED      the blocks are free
-
-While CLOSING, a peer may still be writing on some rank, so the blocks stay in quarantine.
+Once a transfer is given up, a peer may still be writing on some rank until that rank has closed it. So its blocks stay
+in quarantine meanwhile.
 """
 
 from __future__ import annotations
@@ -15,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Generic, Protocol, TypeVar
 
 from engine.kv.block_manager import BlockManager
@@ -35,13 +28,6 @@ class ReceivingEnd(Protocol):
         ...
 
 
-class IncomingTransferState(StrEnum):
-    OPEN = "open"
-    WHOLE = "whole"
-    CLOSING = "closing"
-    CLOSED = "closed"
-
-
 @dataclass(eq=False)
 class IncomingTransfer(Generic[T]):
     """One handoff opened on this replica for `owner`."""
@@ -49,32 +35,18 @@ class IncomingTransfer(Generic[T]):
     owner: T
     opening: Opening
     expires_at: float  # on the caller's clock
-    state: IncomingTransferState = IncomingTransferState.OPEN
     # Error in the received data. If set, the transfer expires at once.
     problem: str = ""
-    landed: dict[int, Landing] = field(default_factory=dict)  # newest per rank
+    landings: dict[int, Landing] = field(default_factory=dict)  # newest per rank
 
     @property
     def id(self) -> str:
         return self.opening.handoff
 
     @property
-    def num_tokens(self) -> int:
-        """Number of positions present. Valid once WHOLE."""
-        return self.landed[0].num_tokens
-
-    @property
-    def next_tokens(self) -> tuple[int, ...]:
-        return self.landed[0].next_tokens
-
-    @property
-    def features(self) -> bytes:
-        """Draft-head features of the last position; empty: unknown."""
-        return self.landed[0].features
-
-    @property
-    def epoch(self) -> int:
-        return self.landed[0].epoch
+    def landing(self) -> Landing:
+        """Landing on rank 0, which has the next tokens. Valid once WHOLE."""
+        return self.landings[0]
 
 
 class IncomingTransfers(Generic[T]):
@@ -98,9 +70,6 @@ class IncomingTransfers(Generic[T]):
         self._close_elsewhere = close_elsewhere
         self._open: dict[str, IncomingTransfer[T]] = {}
 
-    def __len__(self) -> int:
-        return len(self._open)
-
     def open(self, opening: Opening, *, owner: T, expires_at: float) -> IncomingTransfer[T]:
         """Open a handoff on this rank. The other ranks must open it too before the handoff is sent to a peer."""
         incoming = self._open[opening.handoff] = IncomingTransfer(owner, opening, expires_at)
@@ -115,40 +84,30 @@ class IncomingTransfers(Generic[T]):
         incoming = self._open.get(landing.handoff)
         if incoming is None or not 0 <= rank < self._num_ranks:
             return None
-        previous = incoming.landed.get(rank)
+        previous = incoming.landings.get(rank)
         if previous is None or previous.epoch < landing.epoch:
-            incoming.landed[rank] = landing
-        if len(incoming.landed) < self._num_ranks:
+            incoming.landings[rank] = landing
+        if len(incoming.landings) < self._num_ranks:
             return None
-        counts = [incoming.landed[rank].num_tokens for rank in range(self._num_ranks)]
+        counts = [incoming.landings[rank].num_tokens for rank in range(self._num_ranks)]
         if len({*counts}) > 1 or not incoming.opening.num_tokens <= counts[0] <= incoming.opening.max_tokens:
             incoming.problem, incoming.expires_at = f"ranks received {counts} positions", -math.inf
             return None
-        self._end(incoming, IncomingTransferState.WHOLE)
         self._close(incoming, lambda: None)
         return incoming
 
     def give_up(self, incoming: IncomingTransfer[T]) -> None:
         """Cancel a transfer. Takes over the owner's reference to the opened blocks."""
         exposed = list(incoming.opening.exposed)
-        self._end(incoming, IncomingTransferState.CLOSING)
         self._blocks.quarantine(exposed)
-
-        def closed() -> None:
-            incoming.state = IncomingTransferState.CLOSED
-            self._blocks.release(exposed)
-
-        self._close(incoming, closed)
+        self._close(incoming, lambda: self._blocks.release(exposed))
 
     def expired(self, now: float) -> list[IncomingTransfer[T]]:
         """Return the transfers that are past their deadline or have failed. The caller gives them up."""
         return [incoming for incoming in self._open.values() if incoming.expires_at < now]
 
-    def _end(self, incoming: IncomingTransfer[T], state: IncomingTransferState) -> None:
-        incoming.state = state
-        del self._open[incoming.id]
-
     def _close(self, incoming: IncomingTransfer[T], then: Callable[[], None]) -> None:
+        del self._open[incoming.id]
         self._receiver.close(incoming.id)
         if self._num_ranks == 1:
             then()

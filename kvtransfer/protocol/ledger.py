@@ -1,25 +1,26 @@
-"""Receiving rank's record of one handoff: accepted segments and commits. Pure: no bytes, no threads.
+"""Receiving rank's records of its handoffs: accepted segments and commits. Pure: no bytes, no threads.
 
-             segment, commit                close
-    OPEN ──all sources committed──> LANDED ──────> CLOSED
-     │                                                ^
-     └──────────────────── close ─────────────────────┘
-
-A frame of a newer epoch resets an OPEN handoff and fences the older epochs. LANDED is final for the bytes: every sender
-computes the same KV for these positions, so segments of a newer epoch are acknowledged and discarded. Therefore nothing
-is written once every rank has landed, and no rank needs to be asked whether it still writes.
+docs/HANDOFF.md has the states. A frame of a newer epoch resets an OPEN handoff and fences the older epochs. LANDED is
+final for the bytes: every sender computes the same KV for these positions, so segments of a newer epoch are
+acknowledged and discarded. So nothing is written once every rank has landed, and no rank is asked whether it writes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass, field
+from collections import OrderedDict
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Generic, TypeVar
 
 from core.types.errors import ChecksumMismatch, HandoffExpired, TransferError
-from kvtransfer.protocol.frames import CommitFrame, Opening, SegmentFrame
+from kvtransfer.protocol.frames import CommitFrame, Opening, SegmentFrame, combine_checksums
 from kvtransfer.protocol.plan import HeadCopy
-from kvtransfer.protocol.segment import combine_checksums
+
+T = TypeVar("T")
+
+# An Open overtaken by its Close arrives within a call's deadline, before thousands of other handoffs close.
+_MAX_CLOSED = 4096
 
 
 class LedgerState(StrEnum):
@@ -35,10 +36,8 @@ class Landing:
     handoff: str
     epoch: int
     num_tokens: int  # positions present now, including those before the handoff
-    # After a prompt: one token per choice. After a migration: the tokens that the receiver does not have yet.
-    next_tokens: tuple[int, ...] = ()
-    # Draft-head features of the last position (engine.spec_decode.heads.features); empty: unknown.
-    features: bytes = b""
+    next_tokens: tuple[int, ...] = ()  # as in CommitFrame
+    features: bytes = b""  # as in CommitFrame
 
 
 @dataclass
@@ -62,9 +61,7 @@ class Ledger:
         self._windowed = windowed
         self._window_start = window_start
         self._accounts: dict[int, _Account] = {}
-        self._landed_tokens = 0
-        self._next_tokens: tuple[int, ...] = ()
-        self._features = b""
+        self._landing = Landing(handoff=opened.handoff, epoch=0, num_tokens=0)
         self._sender = (-1, "")  # newest epoch with an admitted frame, and its sending replica
 
     def admit(self, epoch: int, *, sender: str) -> None:
@@ -125,13 +122,16 @@ class Ledger:
         if (len(account.checksums), combine_checksums(account.checksums)) != (commit.num_segments, commit.checksum):
             raise ChecksumMismatch(f"handoff {self.handoff}: received segments do not match the commit's checksum")
         account.is_committed = True
-        self._landed_tokens = commit.num_tokens
-        self._next_tokens = commit.next_tokens or self._next_tokens
-        self._features = commit.features or self._features
+        self._landing = replace(
+            self._landing,
+            num_tokens=commit.num_tokens,
+            next_tokens=commit.next_tokens or self._landing.next_tokens,
+            features=commit.features or self._landing.features,
+        )
         if sum(account.is_committed for account in self._accounts.values()) < num_sources:
             return None
         self.state = LedgerState.LANDED
-        return self._landing()
+        return self._landing
 
     def close(self) -> None:
         """Reject every later frame."""
@@ -146,7 +146,7 @@ class Ledger:
         if epoch > self.epoch:
             self.epoch, self._accounts = epoch, {}
             if self.state is LedgerState.OPEN:
-                self._next_tokens, self._features = (), b""
+                self._landing = Landing(handoff=self.handoff, epoch=epoch, num_tokens=0)
         if copy.sender not in self._accounts:
             first, window_first = self._opened.first_token, max(self._opened.first_token, self._window_start)
             reach = {layer: window_first if layer in self._windowed else first for layer in copy.layers}
@@ -158,18 +158,48 @@ class Ledger:
 
         A newer sender's next tokens replace the known ones, because this sender reports them to the client.
         """
-        if commit.num_tokens != self._landed_tokens:
-            raise HandoffExpired(f"handoff {self.handoff}: {self._landed_tokens} positions have landed already")
+        num_landed = self._landing.num_tokens
+        if commit.num_tokens != num_landed:
+            raise HandoffExpired(f"handoff {self.handoff}: {num_landed} positions have landed already")
         if not commit.next_tokens:
             return None
-        self._next_tokens = commit.next_tokens
-        return self._landing()
+        self._landing = replace(self._landing, epoch=self.epoch, next_tokens=commit.next_tokens)
+        return self._landing
 
-    def _landing(self) -> Landing:
-        return Landing(
-            handoff=self.handoff,
-            epoch=self.epoch,
-            num_tokens=self._landed_tokens,
-            next_tokens=self._next_tokens,
-            features=self._features,
-        )
+
+class Register(Generic[T]):
+    """Handoffs open on one rank, by id. Closing is final, even if Open arrives after Close.
+
+    Not thread-safe: the owner locks each call.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[str, T] = {}
+        self._closed: OrderedDict[str, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the ids of the open handoffs."""
+        return iter(self._open)
+
+    def open(self, handoff: str, entry: T) -> None:
+        """Add `entry` unless the handoff is closed or open already; the first entry holds the received data."""
+        if handoff not in self._closed:
+            self._open.setdefault(handoff, entry)
+
+    def close(self, handoff: str) -> T | None:
+        self._closed[handoff] = None
+        if len(self._closed) > _MAX_CLOSED:
+            self._closed.popitem(last=False)
+        return self._open.pop(handoff, None)
+
+    def get(self, handoff: str) -> T | None:
+        return self._open.get(handoff)
+
+    def find(self, handoff: str) -> T:
+        """Return the open entry. Raises HandoffExpired."""
+        if entry := self._open.get(handoff):
+            return entry
+        raise HandoffExpired(f"handoff {handoff} is not open here")

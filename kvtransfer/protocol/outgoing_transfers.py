@@ -1,9 +1,4 @@
-"""Outgoing transfers of a replica: the handoffs that it is sending, tracked on rank 0. Pure.
-
-    SENDING ──every rank has landed──────────────────> LANDED
-       │ a rank failed, or aborted
-       v
-    FAILING ──every rank has stopped reading──> FAILED
+"""Outgoing transfers of a replica: the handoffs that it is sending, tracked on rank 0. Pure. States: docs/HANDOFF.md.
 
 A transfer holds its own reference to every block that it reads, from begin to end. So the owner of the sequence may
 finish, cancel, preempt or free it at any time.
@@ -12,28 +7,22 @@ finish, cancel, preempt or free it at any time.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Generic, TypeVar
 
 from core.types.errors import TransferError
 from core.types.handoff import Handoff, HandoffKey
 from engine.kv.block_manager import BlockManager
+from engine.kv.layout import KVLayout
 from engine.kv.window_manager import HeldParts, WindowManager
+from kvtransfer.protocol.plan import sending_ranks
 from kvtransfer.protocol.rank_transfer import Shipment
 
 T = TypeVar("T")
 
 # A duplicate call or report is late by one deadline at most, during which fewer handoffs end.
 _MAX_ENDED = 4096
-
-
-class OutgoingTransferState(StrEnum):
-    SENDING = "sending"
-    FAILING = "failing"
-    LANDED = "landed"
-    FAILED = "failed"
 
 
 @dataclass(eq=False)
@@ -46,8 +35,7 @@ class OutgoingTransfer(Generic[T]):
     blocks: list[int]
     state_slots: list[int]  # one, if the model has recurrent layers
     parts: HeldParts = field(default_factory=HeldParts)  # of the blocks that it reads in layers with a window
-    state: OutgoingTransferState = OutgoingTransferState.SENDING
-    error: TransferError | None = None
+    error: TransferError | None = None  # set once it fails
     done: list[Shipment] = field(default_factory=list)
 
     @property
@@ -74,8 +62,10 @@ class OutgoingTransfer(Generic[T]):
 class OutgoingTransfers(Generic[T]):
     """Registry of outgoing transfers. Owned by the step thread of rank 0."""
 
-    def __init__(self, blocks: BlockManager) -> None:
+    def __init__(self, blocks: BlockManager, layout: KVLayout) -> None:
+        """layout: this replica's."""
         self._blocks = blocks
+        self._layout = layout
         self._under_way: dict[HandoffKey, OutgoingTransfer[T]] = {}
         self._ended: OrderedDict[HandoffKey, None] = OrderedDict()
         self._aborts: list[HandoffKey] = []
@@ -92,27 +82,20 @@ class OutgoingTransfers(Generic[T]):
         return key in self._under_way or key in self._ended
 
     def begin(
-        self,
-        handoff: Handoff,
-        blocks: Sequence[int],
-        *,
-        state_slots: Sequence[int] = (),
-        ranks: Iterable[int],
-        owner: T,
+        self, handoff: Handoff, blocks: Sequence[int], *, state_slots: Sequence[int] = (), owner: T
     ) -> OutgoingTransfer[T]:
-        """Register a transfer of `blocks` and `state_slots` by `ranks`, which takes its own references.
+        """Register a transfer of `blocks` and `state_slots`, which takes its own references.
 
         The caller holds them during this call. The handoff's key must be new.
         """
-        outgoing = OutgoingTransfer(owner, handoff, set(ranks), [], [])
+        ranks = sending_ranks(self._layout, num_receivers=len(handoff.ranks))
+        outgoing = OutgoingTransfer(owner, handoff, ranks, [], [])
         assert not self.knows(outgoing.key), f"{outgoing.key} is under way, or was"
         self._under_way[outgoing.key] = outgoing
         if windows := self._blocks.windows:
             outgoing.parts.reserve(parts_of_handoff(handoff, windows), windows)
-            # The block of CacheShape.window_start.
-            outgoing.parts.first = max(
-                handoff.first_token // windows.block_size, windows.first_seen(handoff.num_tokens)
-            )
+            first_seen = windows.first_seen(handoff.num_tokens)
+            outgoing.parts.first = max(handoff.first_token // windows.block_size, first_seen)  # see window_start
         self.grow(outgoing, blocks, state_slots=state_slots)
         return outgoing
 
@@ -132,8 +115,8 @@ class OutgoingTransfers(Generic[T]):
 
     def abort(self, outgoing: OutgoingTransfer[T], error: TransferError) -> None:
         """Abort sending. The transfer is over when every rank has reported; the first error wins."""
-        if outgoing.state is OutgoingTransferState.SENDING:
-            outgoing.state, outgoing.error = OutgoingTransferState.FAILING, error
+        if outgoing.error is None:
+            outgoing.error = error
             self._aborts.append(outgoing.key)
 
     def ended(self, rank: int, shipment: Shipment) -> OutgoingTransfer[T] | None:
@@ -146,8 +129,6 @@ class OutgoingTransfers(Generic[T]):
         if shipment.error:
             self.abort(outgoing, shipment.error)
         if outgoing.is_over:
-            failed = outgoing.state is OutgoingTransferState.FAILING
-            outgoing.state = OutgoingTransferState.FAILED if failed else OutgoingTransferState.LANDED
             del self._under_way[outgoing.key]
             self._ended[outgoing.key] = None
             if len(self._ended) > _MAX_ENDED:

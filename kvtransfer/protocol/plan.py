@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from core.types.validation import MAX_RANKS
 from engine.kv.layout import KVLayout, head_range
-from kvtransfer.protocol.segment import Segment
+from kvtransfer.protocol.frames import Segment
 
 # Pair of ranks: sender, receiver.
 _Pair = tuple[int, int]

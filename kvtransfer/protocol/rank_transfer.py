@@ -1,29 +1,21 @@
-"""Outgoing transfer of one handoff from one rank. Pure: no I/O; links are abstracted as `Carrier`.
+"""Outgoing transfer of one handoff from one rank, and its link transfers, one per link. States: docs/HANDOFF.md.
 
-A rank transfer consists of one link transfer per link:
-
-    SENDING ──commit announced──> COMMITTED ──landed──> LANDED
-       │                              │
-       └─ rejected, aborted, link failed, timeout ──> FAILED
-
-The caller's blocks are read only between `start_reading` and `stop_reading`, while a segment is packed. A link transfer
-that ends meanwhile keeps its rank transfer open until the read ends. So blocks are never freed while a thread reads
-them, and never held because a thread is stuck in the network.
+Pure: no I/O; links are abstracted as `Carrier`. The caller's blocks are read only between `start_reading` and
+`stop_reading`, while a segment is packed. A link transfer that ends meanwhile keeps its rank transfer open until then.
+So blocks are never freed while a thread reads them, and never held because a thread is stuck in the network.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from typing import Protocol
 
 from core.types.errors import HandoffExpired, TransferError
 from core.types.handoff import Handoff, HandoffKey
 from engine.kv.layout import KVLayout
-from kvtransfer.protocol.frames import CommitFrame, SegmentFrame
+from kvtransfer.protocol.frames import CommitFrame, Segment, SegmentFrame, combine_checksums
 from kvtransfer.protocol.plan import HeadCopy
-from kvtransfer.protocol.segment import Segment, combine_checksums
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,32 +30,16 @@ class Shipment:
     error: TransferError | None = None  # None: landed
 
 
-@dataclass(frozen=True)
-class Ending:
-    """Final item of a transfer: the number of positions sent, and the next tokens."""
-
-    num_tokens: int
-    next_tokens: tuple[int, ...]
-    features: bytes = b""
-
-
 class Carrier(Protocol):
     """Interface that link transfers use to reach a link."""
 
-    def put(self, link_transfer: LinkTransfer, item: Segment | Ending) -> None:
-        """Queue `item` for sending. Items are sent in order."""
+    def put(self, link_transfer: LinkTransfer, item: Segment | CommitFrame) -> None:
+        """Queue `item` for sending. Items are sent in order; the commit is the last one."""
         ...
 
     def abort(self, link_transfer: LinkTransfer, error: TransferError) -> None:
         """Fail this link transfer only; others on the link continue."""
         ...
-
-
-class LinkTransferState(StrEnum):
-    SENDING = "sending"
-    COMMITTED = "committed"
-    LANDED = "landed"
-    FAILED = "failed"
 
 
 class LinkTransfer:
@@ -72,7 +48,6 @@ class LinkTransfer:
     def __init__(self, transfer: RankTransfer, copy: HeadCopy, carrier: Carrier) -> None:
         self.transfer = transfer
         self.copy = copy
-        self.state = LinkTransferState.SENDING
         self.error: TransferError | None = None
         self.wire_bytes = 0
         self.link_s = 0.0
@@ -80,7 +55,7 @@ class LinkTransfer:
         self.num_sent = 0  # segments sent; written by the carrier's thread
         self._carrier = carrier
         self._checksums: list[int] = []
-        self._is_reading = False
+        self._is_reading = self._is_committed = self._has_landed = False
 
     @property
     def key(self) -> HandoffKey:
@@ -88,7 +63,7 @@ class LinkTransfer:
 
     @property
     def is_ended(self) -> bool:
-        return self.state in (LinkTransferState.LANDED, LinkTransferState.FAILED)
+        return self._has_landed or self.error is not None
 
     @property
     def is_over(self) -> bool:
@@ -101,9 +76,9 @@ class LinkTransfer:
             self.num_put += 1
             self._carrier.put(self, segment)
 
-    def commit(self, ending: Ending) -> None:
+    def commit(self, commit: CommitFrame) -> None:
         """Queue the end of the transfer. Only rank 0 receives the next tokens."""
-        self._carrier.put(self, ending if self.copy.receiver == 0 else replace(ending, next_tokens=()))
+        self._carrier.put(self, commit if self.copy.receiver == 0 else replace(commit, next_tokens=()))
 
     def abort(self, error: TransferError) -> None:
         self._carrier.abort(self, error)
@@ -127,30 +102,21 @@ class LinkTransfer:
             handoff=handoff, epoch=epoch, number=number, segment=segment, num_bytes=num_bytes, checksum=checksum
         )
 
-    def announce_commit(self, ending: Ending) -> CommitFrame:
+    def announce_commit(self, commit: CommitFrame) -> CommitFrame:
         """Return the frame to send after the last payload. The link transfer must not have ended."""
         assert not self.is_ended
-        self.state = LinkTransferState.COMMITTED
-        handoff, epoch = self.key
-        return CommitFrame(
-            handoff=handoff,
-            epoch=epoch,
-            num_segments=len(self._checksums),
-            checksum=combine_checksums(self._checksums),
-            num_tokens=ending.num_tokens,
-            next_tokens=ending.next_tokens,
-            features=ending.features,
-        )
+        self._is_committed = True
+        return replace(commit, num_segments=len(self._checksums), checksum=combine_checksums(self._checksums))
 
     def landed(self) -> None:
         """Record the receiving rank's acknowledgement."""
-        if self.state is LinkTransferState.COMMITTED:  # ignore an acknowledgement of a commit never sent
-            self.state = LinkTransferState.LANDED
+        if self._is_committed and not self.is_ended:  # ignore an acknowledgement of a commit never sent
+            self._has_landed = True
 
     def fail(self, error: TransferError) -> None:
         """Mark as failed. Idempotent; the first outcome wins."""
         if not self.is_ended:
-            self.state, self.error = LinkTransferState.FAILED, error
+            self.error = error
 
 
 class RankTransfer:
@@ -189,7 +155,7 @@ class RankTransfer:
 
     @property
     def key(self) -> HandoffKey:
-        return self.handoff.id, self.handoff.epoch
+        return self.handoff.key
 
     @property
     def is_idle(self) -> bool:
@@ -221,13 +187,7 @@ class RankTransfer:
             group = replace(group, num_layers=group.num_layers + 1)
         else:
             self._flush()
-            group = Segment(
-                first_layer=layer,
-                num_layers=1,
-                first_token=first_token,
-                num_tokens=num_tokens,
-                window_start=self._window_start,
-            )
+            group = self._segment(layer, 1, first_token, num_tokens)
         self._group = group
         if num_tokens * group.num_layers >= self._group_rows or group.layers.stop == self._layout.num_layers:
             self._flush()
@@ -248,17 +208,13 @@ class RankTransfer:
         for layer in range(layout.num_layers, layout.num_transferred, self._group_states):
             num_layers = min(self._group_states, layout.num_transferred - layer)
             # The ledger counts positions per layer, so a state stands for all of them.
-            segment = Segment(
-                first_layer=layer,
-                num_layers=num_layers,
-                first_token=first,
-                num_tokens=num_tokens - first,
-                window_start=self._window_start,
-            )
-            for link_transfer in self.link_transfers:
-                link_transfer.send(segment)
+            self._send(self._segment(layer, num_layers, first, num_tokens - first))
+        handoff, epoch = self.key
+        commit = CommitFrame(
+            handoff=handoff, epoch=epoch, num_tokens=num_tokens, next_tokens=tuple(next_tokens), features=features
+        )
         for link_transfer in self.link_transfers:
-            link_transfer.commit(Ending(num_tokens, tuple(next_tokens), features))
+            link_transfer.commit(commit)
 
     def abort(self) -> None:
         """Fail every link transfer with HandoffExpired."""
@@ -276,8 +232,20 @@ class RankTransfer:
             error=next((link_transfer.error for link_transfer in self.link_transfers if link_transfer.error), None),
         )
 
+    def _segment(self, first_layer: int, num_layers: int, first_token: int, num_tokens: int) -> Segment:
+        return Segment(
+            first_layer=first_layer,
+            num_layers=num_layers,
+            first_token=first_token,
+            num_tokens=num_tokens,
+            window_start=self._window_start,
+        )
+
     def _flush(self) -> None:
         group, self._group = self._group, None
         if group:
-            for link_transfer in self.link_transfers:
-                link_transfer.send(group)
+            self._send(group)
+
+    def _send(self, segment: Segment) -> None:
+        for link_transfer in self.link_transfers:
+            link_transfer.send(segment)

@@ -13,11 +13,9 @@ from core.types.handoff import Handoff
 from core.types.validation import check, check_address, check_name
 from engine.kv.layout import KVLayout
 from kvtransfer.protocol.frames import CommitFrame, Opening, SegmentFrame
-from kvtransfer.protocol.ledger import Landing
 from kvtransfer.protocol.plan import HeadCopy, can_share
-from kvtransfer.protocol.rank_transfer import Shipment
 
-_MAX_TOKENS = 1 << 31
+MAX_TOKENS = 1 << 31
 _MAX_CHOICES = 1024
 _MAX_SECONDS = 1e6
 _MAX_FEATURE_BYTES = 1 << 18
@@ -83,18 +81,6 @@ def check_commit(frame: CommitFrame, layout: KVLayout, *, num_blocks: int) -> No
     check(len(frame.features) <= _MAX_FEATURE_BYTES, "commit.features", f"must have at most {_MAX_FEATURE_BYTES} bytes")
 
 
-def check_landing(landing: Landing) -> None:
-    """Check a landing reported by another rank of this replica."""
-    check_name(landing.handoff, "landed.handoff")
-    check(landing.num_tokens <= _MAX_TOKENS, "landed.num_tokens", f"must be at most {_MAX_TOKENS}")
-
-
-def check_shipment(shipment: Shipment) -> None:
-    """Check a shipment reported by another rank of this replica."""
-    check_name(shipment.handoff, "shipped.handoff")
-    check_seconds([shipment.seconds, shipment.link_s], "shipped.seconds")
-
-
 def check_seconds(seconds: Iterable[float], param: str) -> None:
     """Check durations, which are summed and used as divisors."""
     check(
@@ -104,5 +90,5 @@ def check_seconds(seconds: Iterable[float], param: str) -> None:
 
 def _check_span(first_token: int, num_tokens: int, max_tokens: int, layout: KVLayout, prefix: str) -> None:
     check(first_token % layout.block_size == 0, f"{prefix}.first_token", f"must be a multiple of {layout.block_size}")
-    is_ordered = 0 <= first_token <= num_tokens <= max_tokens <= _MAX_TOKENS
+    is_ordered = 0 <= first_token <= num_tokens <= max_tokens <= MAX_TOKENS
     check(is_ordered, f"{prefix}.num_tokens", "must be from first_token to max_tokens")

@@ -34,8 +34,8 @@ from engine.kernels.quant.row_quantization import SCALES
 from engine.kv.layout import DTYPES, KVLayout
 from engine.kv.pool import KVPool
 from engine.runner import streams
+from kvtransfer.protocol.frames import Segment
 from kvtransfer.protocol.plan import head_counts
-from kvtransfer.protocol.segment import Segment
 
 
 class _Row(NamedTuple):

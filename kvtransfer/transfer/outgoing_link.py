@@ -21,21 +21,16 @@ from core.types.errors import HandoffExpired, LayoutMismatch, LinkClosed, Reques
 from core.types.failpoint import FailpointStage
 from core.types.handoff import HandoffKey
 from core.types.validation import check_name
-from core.types.wire_version import WIRE_VERSION
 from core.wire.call_errors import error_of
 from core.wire.channel import open_channel
 from engine.kv.checksum import checksum
-from kvtransfer.links.backends import make_link
-from kvtransfer.links.device_stream import StreamEvent, own_stream
-from kvtransfer.links.link import MEET_TIMEOUT_S, Link
-from kvtransfer.protocol.frames import CommitFrame, SegmentFrame
-from kvtransfer.protocol.rank_transfer import Ending, LinkTransfer, RankTransfer
-from kvtransfer.protocol.segment import Segment, operation_timeout
+from engine.runner.streams import Event
+from kvtransfer.links.link import MEET_TIMEOUT_S, Link, StagingRing, own_stream, stream_event
+from kvtransfer.protocol.frames import CommitFrame, Segment, SegmentFrame, operation_timeout
+from kvtransfer.protocol.rank_transfer import LinkTransfer, RankTransfer
 from kvtransfer.transfer.codec import slots_of, window_slots_of
 from kvtransfer.transfer.link_config import LinkConfig
-from kvtransfer.transfer.reconnection import Reconnection
 from kvtransfer.transfer.rendezvous import remote_store
-from kvtransfer.transfer.staging import StagingRing
 from kvtransfer.transfer.wire_messages import frame_to_proto
 
 logger = logging.getLogger(__name__)
@@ -43,9 +38,10 @@ logger = logging.getLogger(__name__)
 
 _MAX_REASON = 1000  # characters of the peer's error message
 _READ_S = 0.2  # grace period to read an answer that has arrived
+_FIRST_DELAY_S, _MAX_DELAY_S = 0.05, 1.0  # before a reconnection
 
 # Work item for the link's thread, and the device event that it must wait for.
-_Job = tuple[LinkTransfer, Segment | Ending, StreamEvent]
+_Job = tuple[LinkTransfer, Segment | CommitFrame, Event]
 
 
 class OutgoingLink:
@@ -70,7 +66,6 @@ class OutgoingLink:
         self._config = config
         self._address = address
         self._peer = peer
-        self._name = str(config.identity.name)  # the peer compares it with the certificate
         self._epoch = epoch
         self._loop = loop
         self._reconnection = reconnection
@@ -97,8 +92,8 @@ class OutgoingLink:
         if self._failure:
             self.abort(link_transfer, self._failure)
 
-    def put(self, link_transfer: LinkTransfer, item: Segment | Ending) -> None:
-        self._jobs.put((link_transfer, item, StreamEvent(self._config.pool.device)))
+    def put(self, link_transfer: LinkTransfer, item: Segment | CommitFrame) -> None:
+        self._jobs.put((link_transfer, item, stream_event(self._config.pool.device)))
 
     def abort(self, link_transfer: LinkTransfer, error: TransferError) -> None:
         """Fail this link transfer only. Thread-safe."""
@@ -114,13 +109,8 @@ class OutgoingLink:
             self._failure = error
             link_transfers = list(self._link_transfers.values())
         if not isinstance(error, LinkClosed) or link_transfers:
-            logger.warning(
-                "link failed address=%s epoch=%d handoffs=%d: %s",
-                self._address,
-                self._epoch,
-                len(link_transfers),
-                error,
-            )
+            failed = self._address, self._epoch, len(link_transfers), error
+            logger.warning("link failed address=%s epoch=%d handoffs=%d: %s", *failed)
         if self._link:
             self._link.close()
         self._reconnection.failed()
@@ -164,7 +154,9 @@ class OutgoingLink:
                     frame = await anext(aiter(call))
                 if frame.WhichOneof("frame") != "welcome":
                     reason = frame.rejected.reason[:_MAX_REASON]
-                    raise LayoutMismatch(f"{self._address} rejected the link from {self._name}: {reason}")
+                    raise LayoutMismatch(
+                        f"{self._address} rejected the link from {self._config.identity.name}: {reason}"
+                    )
                 check_name(frame.welcome.prefix, "welcome.prefix")
                 self._reconnection.succeeded()
                 threading.Thread(target=self._run, args=(stub, frame.welcome), name="kv-send", daemon=True).start()
@@ -186,19 +178,7 @@ class OutgoingLink:
             self.fail(LinkClosed(f"link to {self._address}: {error!r}"))
 
     async def _outgoing_frames(self) -> AsyncIterator[pb.SenderFrame]:
-        layout = self._config.pool.layout
-        yield pb.SenderFrame(
-            hello=pb.Hello(
-                wire_version=WIRE_VERSION,
-                layout=layout.fingerprint,
-                sender=self._name,
-                epoch=self._epoch,
-                backend=self._config.mode,
-                wire_dtype=self._config.wire_dtype,
-                sender_rank=self._config.rank,
-                sender_ranks=layout.tensor_parallel,
-            )
-        )
+        yield pb.SenderFrame(hello=self._config.hello(self._epoch))
         while True:
             yield await self._frames.get()
 
@@ -229,8 +209,7 @@ class OutgoingLink:
         store = remote_store(stub, self._loop, timeout_s=MEET_TIMEOUT_S)
         try:
             with own_stream(self._config.pool.device):
-                end = self._config.link_end(store, prefix=welcome.prefix, is_sender=True)
-                self._link = link = make_link(self._config.backend, end)
+                self._link = link = self._config.make_link(store, prefix=welcome.prefix, is_sender=True)
                 if self._failure:  # failed before the link was stored
                     return
                 link.meet()
@@ -249,7 +228,7 @@ class OutgoingLink:
         link_transfer: LinkTransfer | None = None
         while (job := self._next_job(ring, link_transfer)) is not None:
             link_transfer, item, computed = job
-            if isinstance(item, Ending):
+            if isinstance(item, CommitFrame):
                 self._commit(link_transfer, item)
             else:
                 begin = time.monotonic()
@@ -282,9 +261,8 @@ class OutgoingLink:
         if payload_checksum is None or link_transfer.is_ended:
             ring.put_back()
             return
-        self._announce(
-            link_transfer, link_transfer.announce(segment, num_bytes=payload.numel(), checksum=payload_checksum)
-        )
+        frame = link_transfer.announce(segment, num_bytes=payload.numel(), checksum=payload_checksum)
+        self._announce(link_transfer, frame)
         self._config.failpoint(FailpointStage.SENDING, link_transfer.transfer.handoff.id)
         ring.start(link.send(payload), timeout_s=operation_timeout(self._config.timeout_s, payload.numel()))
         link_transfer.wire_bytes += payload.numel()
@@ -322,11 +300,11 @@ class OutgoingLink:
             self._last_slots = slots_of(pool, blocks, segment.first_token, segment.num_tokens), window_slots_T
         return self._last_slots
 
-    def _commit(self, link_transfer: LinkTransfer, ending: Ending) -> None:
+    def _commit(self, link_transfer: LinkTransfer, commit: CommitFrame) -> None:
         with self._lock:
             if link_transfer.is_ended:
                 return
-            frame = link_transfer.announce_commit(ending)
+            frame = link_transfer.announce_commit(commit)
         self._config.failpoint(FailpointStage.COMMITTING, frame.handoff)
         self._announce(link_transfer, frame)
         # Most of the bytes may still be in flight.
@@ -337,3 +315,22 @@ class OutgoingLink:
         message = frame_to_proto(frame)
         link_transfer.wire_bytes += message.ByteSize()
         self._loop.call_soon_threadsafe(self._frames.put_nowait, message)
+
+
+class Reconnection:
+    """Exponential backoff before a new link connects to an address. Thread-safe: one link at a time changes it."""
+
+    def __init__(self) -> None:
+        self._num_failures = 0  # in a row
+
+    @property
+    def delay_s(self) -> float:
+        return min(_MAX_DELAY_S, _FIRST_DELAY_S * 2 ** (self._num_failures - 1)) if self._num_failures else 0.0
+
+    def succeeded(self) -> None:
+        """Reset the delay after the peer has accepted the link."""
+        self._num_failures = 0
+
+    def failed(self) -> None:
+        """Increase the delay after a link has ended, accepted or not."""
+        self._num_failures += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -17,7 +18,6 @@ from core.wire.proto_fields import from_message
 from kvtransfer.protocol.frames import Opening
 from kvtransfer.transfer.receiver import Receiver
 from kvtransfer.transfer.rendezvous import Rendezvous
-from kvtransfer.transfer.step_count import StepCount
 from kvtransfer.transfer.wire_messages import Part, part_from_report
 
 _BEHIND_S = 10.0  # a rank may lag behind rank 0 by this: several slow steps
@@ -85,3 +85,29 @@ class RankServicer(rpc.RankServicer):
     async def Ask(self, request: pb.AskRequest, context: aio.ServicerContext[Any, Any]) -> pb.AskReply:
         check_name(request.key, "key")
         return pb.AskReply(value=await self.rendezvous.get_async(request.key))
+
+
+class StepCount:
+    """Number of steps that rank 0 has broadcast, or that another rank has executed (on a GPU: enqueued).
+
+    The ranks of a replica use it as their common clock. One thread counts, any thread may read.
+    """
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._changed = threading.Condition()
+
+    @property
+    def number(self) -> int:
+        return self._number
+
+    def add(self) -> None:
+        with self._changed:
+            self._number += 1
+            self._changed.notify_all()
+
+    def wait_for(self, number: int, *, timeout_s: float) -> None:
+        """Wait until `number` steps have been counted. Raises TransferError after `timeout_s`."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._number >= number, timeout_s):
+                raise TransferError(f"rank executed {self._number} of {number} steps within {timeout_s} s")

@@ -142,10 +142,8 @@ def remote_store(stub: rpc.RankStub, loop: asyncio.AbstractEventLoop, *, timeout
         reply: pb.AskReply = await stub.Ask(pb.AskRequest(key=key), timeout=seconds, wait_for_ready=True)
         return reply.value
 
-    def set_value(key: str, value: bytes) -> None:
-        asyncio.run_coroutine_threadsafe(set_remote(key, value), loop).result(timeout_s + 1)
-
-    def get_value(key: str, seconds: float) -> bytes:
-        return asyncio.run_coroutine_threadsafe(get_remote(key, seconds), loop).result(seconds + 1)
-
-    return RendezvousStore(set_value, get_value, timeout_s=timeout_s)
+    return RendezvousStore(
+        lambda key, value: asyncio.run_coroutine_threadsafe(set_remote(key, value), loop).result(timeout_s + 1),
+        lambda key, seconds: asyncio.run_coroutine_threadsafe(get_remote(key, seconds), loop).result(seconds + 1),
+        timeout_s=timeout_s,
+    )

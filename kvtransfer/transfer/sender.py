@@ -16,8 +16,7 @@ from core.types.handoff import Handoff, HandoffKey
 from kvtransfer.protocol.plan import plan_heads
 from kvtransfer.protocol.rank_transfer import LinkTransfer, RankTransfer, Shipment
 from kvtransfer.transfer.link_config import LinkConfig
-from kvtransfer.transfer.outgoing_link import OutgoingLink
-from kvtransfer.transfer.reconnection import Reconnection
+from kvtransfer.transfer.outgoing_link import OutgoingLink, Reconnection
 
 # Measured in docs/benchmarks/kv_path.md. On a GPU each message costs kernel launches and a wait for its checksum, about
 # 0.2 ms of host time, so messages are larger.
@@ -41,7 +40,6 @@ class Sender:
     ) -> None:
         """group_bytes: size up to which layers are batched into a message; None: the default for the pool's device."""
         self.config = config
-        self.pool = config.pool
         self._loop = loop
         self._on_shipped = on_shipped
         group_bytes = group_bytes or _GROUP_BYTES[config.pool.device.type]

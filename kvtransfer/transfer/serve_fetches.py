@@ -1,18 +1,27 @@
-"""Served fetches: prefixes that a replica ships to other replicas on request, tracked on rank 0.
+"""Serving of prefix fetches: prefixes that a replica ships to other replicas on request, tracked on rank 0.
 
-The leading blocks that are cached here are referenced until they have landed or the request is cancelled. Blocks in a
+The leading blocks that are cached here are referenced until they have landed or the fetch is cancelled. Blocks in a
 lower tier are loaded first. Serving a fetch computes nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from core.types.errors import HandoffExpired, TransferError
+from grpc import aio
+
+from core.rpc import worker_pb2 as pb
+from core.rpc import worker_pb2_grpc as rpc
+from core.types.errors import ClusterError, HandoffExpired, ReplicaLost, TransferError
 from core.types.failpoint import Failpoint, FailpointStage, unobserved
 from core.types.handoff import Handoff, HandoffKey
+from core.types.prefix_hash import HASH_BYTES
+from core.types.validation import check
+from core.wire.call_errors import abort_with
+from core.wire.messages import handoff_from_proto
+from core.wire.thread_events import CallEvents
 from engine.kv.block_manager import BlockManager
 from engine.kv.layout import KVLayout
 from engine.kv.window_manager import HeldParts
@@ -20,14 +29,14 @@ from engine.scheduler.step_commands import BeginOrder
 from engine.tiers.load import Load
 from engine.tiers.tiers import Tiers
 from kvtransfer.protocol.outgoing_transfers import OutgoingTransfer, OutgoingTransfers, parts_of_handoff
-from kvtransfer.protocol.plan import sending_ranks
 from kvtransfer.protocol.rank_transfer import Shipment
+from kvtransfer.protocol.validation import check_handoff
 
 
 class ServedFetchListener(Protocol):
     """Observer of one served fetch. Called on the step thread."""
 
-    def granted(self, num_tokens: int) -> None:
+    def served(self, num_tokens: int) -> None:
         """Report the number of leading positions that the receiver will have, including those before the handoff.
 
         If that adds nothing to the receiver's prefix, the fetch is over and `ended` is not called.
@@ -40,15 +49,17 @@ class ServedFetchListener(Protocol):
 
 
 @dataclass(eq=False)
-class Loading:
-    """Served fetch that waits for blocks from a lower tier."""
+class ServedFetch:
+    """Fetch of a prefix by another replica. It may wait for blocks from a lower tier first."""
 
     handoff: Handoff
     hashes: list[bytes]
     listener: ServedFetchListener
-    blocks: list[int]
-    num_cached: int  # leading blocks already on the device
-    state_slots: list[int]  # slot that a state is loaded to, if the model has recurrent layers
+    outgoing: OutgoingTransfer[ServedFetch] | None = None  # once it ships
+    # Held while blocks are loaded.
+    blocks: list[int] = field(default_factory=list)
+    num_cached: int = 0  # leading blocks already on the device
+    state_slots: list[int] = field(default_factory=list)  # slot that a state is loaded to, with recurrent layers
     parts: HeldParts = field(default_factory=HeldParts)  # of the blocks that the query behind the prefix sees
 
     @property
@@ -65,61 +76,60 @@ class ServedFetches:
     def __init__(
         self, blocks: BlockManager, layout: KVLayout, tiers: Tiers[Any], *, failpoint: Failpoint = unobserved
     ) -> None:
+        self.layout = layout
         self._blocks = blocks
-        self._layout = layout
         self._tiers = tiers
         self._failpoint = failpoint
-        self._loading: dict[ServedFetchListener, Loading] = {}
-        self._outgoing_transfers: OutgoingTransfers[ServedFetchListener] = OutgoingTransfers(blocks)
-        self._listeners: dict[ServedFetchListener, OutgoingTransfer[ServedFetchListener]] = {}
-        self._hashes: dict[HandoffKey, list[bytes]] = {}
+        self._under_way: dict[ServedFetchListener, ServedFetch] = {}  # with a listener that waits for the end
+        self._outgoing_transfers: OutgoingTransfers[ServedFetch] = OutgoingTransfers(blocks, layout)
         self._orders: list[BeginOrder] = []
 
     def __len__(self) -> int:
         """Return the number of active fetches, including cancelled ones that are still being sent."""
-        return len(self._outgoing_transfers) + len(self._loading)
+        num_loading = sum(fetch.outgoing is None for fetch in self._under_way.values())
+        return len(self._outgoing_transfers) + num_loading
 
-    def give(self, handoff: Handoff, hashes: Sequence[bytes], listener: ServedFetchListener) -> None:
+    def serve(self, handoff: Handoff, hashes: Sequence[bytes], listener: ServedFetchListener) -> None:
         """Ship the leading cached blocks of `hashes`, up to the handoff's room."""
         self._failpoint(FailpointStage.ASKED, handoff.id)
-        if self._outgoing_transfers.knows((handoff.id, handoff.epoch)):
+        if self._outgoing_transfers.knows(handoff.key):
             listener.ended(None, HandoffExpired(f"handoff {handoff.id} is a duplicate"))
             return
-        end = min(self._tiers.table.depth(hashes), handoff.max_tokens // self._layout.block_size)
-        if not self._load(handoff, list(hashes[:end]), listener):
-            self._ship(handoff, hashes, listener)
+        fetch = ServedFetch(handoff, list(hashes[: handoff.max_tokens // self.layout.block_size]), listener)
+        if not self._load(fetch):
+            self._ship(fetch)
 
     def loaded(self, load: Load[Any]) -> bool:
         """Handle a completed load from a lower tier. Returns False if it was not for a served fetch."""
-        loading = load.owner
-        if not isinstance(loading, Loading):
+        fetch = load.owner
+        if not isinstance(fetch, ServedFetch):
             return False
-        del self._loading[loading.listener]
-        loaded_range = slice(loading.num_cached, loading.num_cached + load.num_loaded)
-        for block, prefix_hash in zip(loading.blocks[loaded_range], loading.hashes[loaded_range], strict=True):
+        loaded_range = slice(fetch.num_cached, fetch.num_cached + load.num_loaded)
+        for block, prefix_hash in zip(fetch.blocks[loaded_range], fetch.hashes[loaded_range], strict=True):
             self._blocks.fill_block(block, prefix_hash)
         if self._blocks.states and load.is_usable:
-            self._blocks.states.fill_slot(loading.state_slots.pop(), loading.hashes[-1])
-        self._free(loading)
-        self._ship(loading.handoff, loading.hashes, loading.listener)
+            self._blocks.states.fill_slot(fetch.state_slots.pop(), fetch.hashes[-1])
+        self._free(fetch)
+        self._ship(fetch)
         return True
 
     def expired(self, owner: object) -> bool:
         """Ship only the blocks on the device after a load timed out. Returns False if it was not for a fetch."""
-        if not isinstance(owner, Loading):
+        if not isinstance(owner, ServedFetch):
             return False
         self._stop_loading(owner)
-        self._ship(owner.handoff, owner.hashes, owner.listener)
+        self._ship(owner)
         return True
 
-    def _load(self, handoff: Handoff, hashes: list[bytes], listener: ServedFetchListener) -> bool:
+    def _load(self, fetch: ServedFetch) -> bool:
         """Start loading blocks from a lower tier. Returns False if there are none, or no room for them."""
         states, windows = self._blocks.states, self._blocks.windows
+        hashes, handoff = fetch.hashes[: self._tiers.table.depth(fetch.hashes)], fetch.handoff
         if states or windows:
             # Up to the last block that a sequence can continue behind, with checkpoints from any tier.
             hashes = hashes[: self._tiers.table.offer(hashes, compute_block_s=0.0)]
         if windows and (
-            len(hashes) * self._layout.block_size != handoff.num_tokens  # see PrefixFetches.begin
+            len(hashes) * self.layout.block_size != handoff.num_tokens  # see PrefixFetches.begin
             or windows.num_for(handoff.num_tokens) > windows.num_unreserved
         ):
             return False
@@ -128,78 +138,80 @@ class ServedFetches:
         to_load = self._blocks.places_without_part(hashes) if windows else None
         if (allocated := self._blocks.allocate(hashes, len(hashes), to_load=to_load)) is None:
             return False
-        blocks, num_cached = allocated
-        loading = Loading(handoff, hashes, listener, blocks, num_cached, [states.take()] if states else [])
+        fetch.blocks, fetch.num_cached = allocated
+        fetch.state_slots = [states.take()] if states else []
         if windows:
-            loading.parts.reserve(windows.num_for(handoff.num_tokens), windows)
-            loading.parts.attach(blocks, windows.seen_from(len(blocks)), windows)
-        state = (hashes[-1], loading.state_slots[0]) if states else None
-        if not self._tiers.begin(loading, hashes[num_cached:], blocks[num_cached:], state=state):
-            self._free(loading)
+            fetch.parts.reserve(windows.num_for(handoff.num_tokens), windows)
+            fetch.parts.attach(fetch.blocks, windows.seen_from(len(fetch.blocks)), windows)
+        state = (hashes[-1], fetch.state_slots[0]) if states else None
+        if not self._tiers.begin(fetch, hashes[fetch.num_cached :], fetch.blocks[fetch.num_cached :], state=state):
+            self._free(fetch)
             return False
-        self._loading[listener] = loading
+        fetch.hashes = hashes
+        self._under_way[fetch.listener] = fetch
         return True
 
-    def _stop_loading(self, loading: Loading) -> None:
-        del self._loading[loading.listener]
-        pending = self._tiers.cancel(loading)
-        loading.blocks, loading.state_slots = (
-            [block for block in held if block not in pending] for held in (loading.blocks, loading.state_slots)
+    def _stop_loading(self, fetch: ServedFetch) -> None:
+        pending = self._tiers.cancel(fetch)
+        fetch.blocks, fetch.state_slots = (
+            [block for block in held if block not in pending] for held in (fetch.blocks, fetch.state_slots)
         )
-        loading.parts.leave_out(pending)
-        self._free(loading)
+        fetch.parts.leave_out(pending)
+        self._free(fetch)
 
-    def _free(self, loading: Loading) -> None:
+    def _free(self, fetch: ServedFetch) -> None:
+        """Free what was held for loading."""
         if self._blocks.windows:
-            loading.parts.release(self._blocks.windows)
-        self._blocks.free(loading.blocks + loading.state_slots)
+            fetch.parts.release(self._blocks.windows)
+        self._blocks.free(fetch.blocks + fetch.state_slots)
 
-    def _ship(self, handoff: Handoff, hashes: Sequence[bytes], listener: ServedFetchListener) -> None:
-        size = self._layout.block_size
-        num_blocks = self._blocks.match_reusable(hashes[: handoff.max_tokens // size])
+    def _ship(self, fetch: ServedFetch) -> None:
+        handoff, listener, size = fetch.handoff, fetch.listener, self.layout.block_size
+        self._under_way.pop(listener, None)
+        num_blocks = self._blocks.match_reusable(fetch.hashes)
         if windows := self._blocks.windows:
             # See PrefixFetches.begin.
             has_room = parts_of_handoff(handoff, windows) <= windows.num_unreserved
             num_blocks = num_blocks if has_room and num_blocks * size == handoff.num_tokens else 0
         num_tokens = num_blocks * size
-        listener.granted(max(num_tokens, handoff.first_token))
+        listener.served(max(num_tokens, handoff.first_token))
         if num_tokens <= handoff.first_token:
             return
-        allocated = self._blocks.allocate(hashes[:num_blocks], num_blocks)
+        fetch.hashes = fetch.hashes[:num_blocks]
+        allocated = self._blocks.allocate(fetch.hashes, num_blocks)
         assert allocated, "cached blocks need no free blocks"
         blocks, _ = allocated
-        state_slots = [self._blocks.states.hold(hashes[num_blocks - 1])] if self._blocks.states else []
-        ranks = sending_ranks(self._layout, num_receivers=len(handoff.ranks))
-        outgoing = self._outgoing_transfers.begin(handoff, blocks, state_slots=state_slots, ranks=ranks, owner=listener)
+        state_slots = [self._blocks.states.hold(fetch.hashes[-1])] if self._blocks.states else []
+        fetch.outgoing = self._outgoing_transfers.begin(handoff, blocks, state_slots=state_slots, owner=fetch)
         self._blocks.free(blocks + state_slots)  # the outgoing transfer references them
-        self._listeners[listener] = outgoing
-        self._hashes[outgoing.key] = list(hashes[:num_blocks])
+        self._under_way[listener] = fetch
         self._orders.append(BeginOrder(handoff, blocks, num_tokens, *state_slots))
         self._failpoint(FailpointStage.SERVING_FETCH, handoff.id)
 
     def cancel(self, listener: ServedFetchListener) -> None:
         """Cancel a fetch. Does nothing if it has ended."""
-        if loading := self._loading.get(listener):
-            self._stop_loading(loading)
-        if outgoing := self._listeners.pop(listener, None):
-            self._outgoing_transfers.abort(outgoing, HandoffExpired(f"handoff {outgoing.handoff.id} was cancelled"))
+        if fetch := self._under_way.pop(listener, None):
+            if fetch.outgoing:
+                error = HandoffExpired(f"handoff {fetch.id} was cancelled")
+                self._outgoing_transfers.abort(fetch.outgoing, error)
+            else:
+                self._stop_loading(fetch)
 
     def shipped(self, rank: int, shipment: Shipment) -> Shipment | None:
         """Record that one rank has ended its part. Returns the combined shipment once it has landed."""
         outgoing = self._outgoing_transfers.ended(rank, shipment)
         if outgoing is None:
             return None
-        listener = outgoing.owner
-        if outgoing.error and self._listeners.pop(listener, None):
-            listener.ended(None, outgoing.error)
+        fetch = outgoing.owner
+        if outgoing.error:
+            if self._under_way.pop(fetch.listener, None):
+                fetch.listener.ended(None, outgoing.error)
+            return None
         if not outgoing.is_over:
             return None
-        hashes = self._hashes.pop(outgoing.key)
-        if outgoing.error:
-            return None
-        self._blocks.spare(hashes)  # evict these first, because another replica holds them too
-        if self._listeners.pop(listener, None):
-            listener.ended(outgoing.shipment, None)
+        self._blocks.spare(fetch.hashes)  # evict these first, because another replica holds them too
+        if self._under_way.pop(fetch.listener, None):
+            fetch.listener.ended(outgoing.shipment, None)
         return outgoing.shipment
 
     def take_orders(self) -> list[BeginOrder]:
@@ -210,3 +222,58 @@ class ServedFetches:
     def take_aborts(self) -> list[HandoffKey]:
         """Return and clear the keys of the transfers that the ranks must abort."""
         return self._outgoing_transfers.take_aborts()
+
+
+class FetchServicer(rpc.PrefixFetchServicer):
+    """Servicer on the source replica, one call per prefix. Serves once `served_fetches` is set.
+
+    `post` runs a command on the step thread, which owns `served_fetches`.
+    """
+
+    def __init__(self) -> None:
+        self.served_fetches: ServedFetches | None = None
+        self.post: Callable[[Callable[[], None]], None] = lambda command: None
+
+    async def Fetch(
+        self, request: pb.FetchRequest, context: aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.FetchEvent]:
+        served_fetches, post = self.served_fetches, self.post
+        if served_fetches is None:
+            await abort_with(context, ReplicaLost("this replica is not ready to serve fetches"))
+        handoff, layout = handoff_from_proto(request.handoff), served_fetches.layout
+        num_bytes = len(request.hashes)
+        try:
+            check_handoff(handoff, layout)
+            is_whole = num_bytes * layout.block_size == handoff.max_tokens * HASH_BYTES
+            check(is_whole, "hashes", "must reach to max_tokens")
+        except ClusterError as error:
+            await abort_with(context, error)
+        hashes = [request.hashes[i : i + HASH_BYTES] for i in range(0, num_bytes, HASH_BYTES)]
+        call = _FetchCall(handoff.first_token)
+        post(lambda: served_fetches.serve(handoff, hashes, call))
+        try:
+            async for event in call.events:
+                yield event
+        except ClusterError as error:
+            await abort_with(context, error)
+        finally:
+            post(lambda: served_fetches.cancel(call))
+
+
+class _FetchCall:
+    """Listener that passes events of a served fetch from the step thread to its gRPC call."""
+
+    def __init__(self, first_token: int) -> None:
+        self.events: CallEvents[pb.FetchEvent] = CallEvents()
+        self._first_token = first_token
+
+    def served(self, num_tokens: int) -> None:
+        self.events.put(pb.FetchEvent(granted=pb.FetchServed(num_tokens=num_tokens)))
+        if num_tokens <= self._first_token:
+            self.events.end()
+
+    def ended(self, shipment: Shipment | None, error: TransferError | None) -> None:
+        if shipment:
+            shipped = pb.Shipped(wire_bytes=shipment.wire_bytes, seconds=shipment.seconds)
+            self.events.put(pb.FetchEvent(shipped=shipped))
+        self.events.end(error)

@@ -5,14 +5,13 @@ from __future__ import annotations
 from core.rpc import transfer_pb2 as pb
 from core.types.errors import RequestError, TransferError
 from core.types.tier import Tier
-from core.types.validation import check
+from core.types.validation import check, check_name
 from core.wire.proto_fields import from_message, to_message
 from engine.tiers.commands import LoadResult
-from kvtransfer.protocol.frames import CommitFrame, SegmentFrame
+from kvtransfer.protocol.frames import CommitFrame, Segment, SegmentFrame
 from kvtransfer.protocol.ledger import Landing
 from kvtransfer.protocol.rank_transfer import Shipment
-from kvtransfer.protocol.segment import Segment
-from kvtransfer.protocol.validation import check_landing, check_seconds, check_shipment
+from kvtransfer.protocol.validation import MAX_TOKENS, check_seconds
 
 _MAX_REASON = 1000  # characters of another rank's error message
 
@@ -22,43 +21,17 @@ Part = Landing | Shipment | LoadResult  # reported by a rank to its rank 0
 def frame_to_proto(frame: SegmentFrame | CommitFrame) -> pb.SenderFrame:
     if isinstance(frame, CommitFrame):
         return pb.SenderFrame(commit=to_message(pb.Commit, frame))
-    segment = pb.Segment(
-        handoff=frame.handoff,
-        epoch=frame.epoch,
-        number=frame.number,
-        first_layer=frame.segment.first_layer,
-        num_layers=frame.segment.num_layers,
-        first_token=frame.segment.first_token,
-        num_tokens=frame.segment.num_tokens,
-        window_start=frame.segment.window_start,
-        num_bytes=frame.num_bytes,
-        checksum=frame.checksum,
-    )
-    return pb.SenderFrame(segment=segment)
+    announced = {name: value for name, value in vars(frame).items() if name != "segment"}
+    return pb.SenderFrame(segment=to_message(pb.Segment, frame.segment, **announced))
 
 
 def frame_from_proto(message: pb.SenderFrame) -> SegmentFrame | CommitFrame:
     """Parse a frame. Raises RequestError."""
     kind = message.WhichOneof("frame")
     check(kind in ("segment", "commit"), "frame", "must be a segment or a commit")
-    if kind == "segment":
-        announced = message.segment
-        segment = Segment(
-            first_layer=announced.first_layer,
-            num_layers=announced.num_layers,
-            first_token=announced.first_token,
-            num_tokens=announced.num_tokens,
-            window_start=announced.window_start,
-        )
-        return SegmentFrame(
-            handoff=announced.handoff,
-            epoch=announced.epoch,
-            number=announced.number,
-            segment=segment,
-            num_bytes=announced.num_bytes,
-            checksum=announced.checksum,
-        )
-    return from_message(CommitFrame, message.commit)
+    if kind == "commit":
+        return from_message(CommitFrame, message.commit)
+    return from_message(SegmentFrame, message.segment, segment=from_message(Segment, message.segment))
 
 
 def part_to_report(part: Part, *, rank: int) -> pb.ReportRequest:
@@ -77,16 +50,16 @@ def part_from_report(report: pb.ReportRequest) -> Part:
     """Parse and validate a rank's report. Raises RequestError."""
     match report.WhichOneof("part"):
         case "landed":
-            landing = from_message(Landing, report.landed)
-            check_landing(landing)
-            return landing
+            check_name(report.landed.handoff, "landed.handoff")
+            check(report.landed.num_tokens <= MAX_TOKENS, "landed.num_tokens", f"must be at most {MAX_TOKENS}")
+            return from_message(Landing, report.landed)
         case "loaded":
             return _load_result(report.loaded)
         case "shipped":
+            check_name(report.shipped.handoff, "shipped.handoff")
+            check_seconds([report.shipped.seconds, report.shipped.link_s], "shipped.seconds")
             error = report.shipped.error[:_MAX_REASON]
-            shipment = from_message(Shipment, report.shipped, error=TransferError(error) if error else None)
-            check_shipment(shipment)
-            return shipment
+            return from_message(Shipment, report.shipped, error=TransferError(error) if error else None)
         case _:
             raise RequestError("report: part is missing", param="part")
 

@@ -22,7 +22,7 @@ from engine.runner.runner import ModelRunner
 from engine.scheduler.step import ScheduledStep
 from engine.scheduler.step_commands import Orders
 from engine.tools.offline import generate
-from kvtransfer.protocol.segment import Segment
+from kvtransfer.protocol.frames import Segment
 from kvtransfer.transfer.codec import codec_for, slots_of
 from tests.e2e.conftest import Checkpoint, Reference, on_device
 from tests.engine.quantized_files import write_quantised

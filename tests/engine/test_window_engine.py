@@ -13,6 +13,7 @@ from core.types.handoff import Handoff
 from core.types.request import Sampling, SequenceRequest
 from engine.engine import Engine, SchedulerConfig
 from engine.kv.block_manager import BlockManager
+from engine.kv.layout import KVLayout
 from engine.kv.window_manager import HeldParts, WindowManager
 from engine.scheduler.prompts import Prompt
 from engine.scheduler.sequence import Sequence as TokenSequence
@@ -26,6 +27,7 @@ from tests.support.grids import quick
 _BLOCK, _NUM_BLOCKS = 4, 24
 _WINDOW = 6
 _SPAN = 2  # blocks before a block that a query at its start sees
+_LAYOUT = KVLayout(model="m", num_layers=1, num_kv_heads=1, head_dim=8, block_size=_BLOCK, dtype="float32")
 
 
 class FakeWindowPool(FakePool):
@@ -148,7 +150,7 @@ class ShippingWindowsMachine(WindowsMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.transfers: OutgoingTransfers[TokenSequence] = OutgoingTransfers(self.blocks)
+        self.transfers: OutgoingTransfers[TokenSequence] = OutgoingTransfers(self.blocks, _LAYOUT)
         self.shipping: list[OutgoingTransfer[TokenSequence]] = []
         # Transfers of paused or ended sequences, with the tokens whose KV they ship.
         self.committed: list[tuple[OutgoingTransfer[TokenSequence], list[int]]] = []
@@ -174,7 +176,7 @@ class ShippingWindowsMachine(WindowsMachine):
             ttl_s=1.0,
         )
         if windows and parts_of_handoff(handoff, windows) <= windows.num_unreserved:
-            self.shipping.append(self.transfers.begin(handoff, sequence.blocks, ranks={0}, owner=sequence))
+            self.shipping.append(self.transfers.begin(handoff, sequence.blocks, owner=sequence))
 
     @precondition(lambda self: self.shipping)
     @rule(data=st.data(), ends=st.booleans())

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import grpc
 import pytest
 from grpc import aio
 
@@ -55,10 +54,7 @@ async def channels(**options: Any) -> AsyncIterator[PrefixSourceChannels]:
 
 async def ask(prefix_sources: PrefixSourceChannels, prefix_source: PrefixSource) -> None:
     async with prefix_sources.to(prefix_source) as channel:
-        try:
-            [event async for event in rpc.PrefixFetchStub(channel).Fetch(pb.FetchRequest(), timeout=10)]
-        except aio.AioRpcError as error:
-            raise ReplicaLost(str(error.code())) from error
+        [event async for event in rpc.PrefixFetchStub(channel).Fetch(pb.FetchRequest(), timeout=10)]
 
 
 async def test_calls_to_one_source_share_a_channel() -> None:
@@ -75,7 +71,7 @@ async def test_channel_of_a_lost_source_is_closed() -> None:
         async with served("prefill-1") as (prefix_source, _):
             await ask(prefix_sources, prefix_source)
             assert len(prefix_sources) == 1
-        with pytest.raises(ReplicaLost, match=str(grpc.StatusCode.UNAVAILABLE)):
+        with pytest.raises(ReplicaLost):
             await ask(prefix_sources, prefix_source)
         assert len(prefix_sources) == 0
 

@@ -14,8 +14,7 @@ from core.types.errors import TransferError
 from core.wire.channel import listen, make_server
 from engine.scheduler.step_commands import Orders
 from kvtransfer.protocol.frames import Opening
-from kvtransfer.transfer.rank_servicer import RankServicer
-from kvtransfer.transfer.step_count import StepCount
+from kvtransfer.transfer.rank_servicer import RankServicer, StepCount
 from tests.support.identities import in_clear
 from tests.support.identities import rank as named
 from tests.worker.rank_of_one import FakeSender

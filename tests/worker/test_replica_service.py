@@ -17,7 +17,7 @@ from core.types.request import Role
 from core.types.tier import Tier
 from core.wire.frames import FrameHub
 from core.wire.rank_server import RankHost
-from kvtransfer.transfer.step_count import StepCount
+from kvtransfer.transfer.rank_servicer import StepCount
 from tests.support.identities import in_clear, rank
 from tests.support.members import make_member
 from tests.support.waiting import WITHIN_S, until

@@ -19,7 +19,7 @@ from engine.batch.rows import Row
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
 from engine.runner.runner import ModelRunner
-from kvtransfer.protocol.segment import Segment
+from kvtransfer.protocol.frames import Segment
 from kvtransfer.transfer.codec import codec_for, slots_of
 from tests.engine.steps import as_on_gpu, prompts
 from tests.engine.tiny_models import DEEPSEEK_V32, GLM_MOE_DSA, MakeModel, MakeRunner, reference_logits

@@ -21,7 +21,7 @@ from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
 from kvtransfer.transfer.codec import Codec, codec_for, slots_of
 from kvtransfer.protocol.plan import plan_heads
-from kvtransfer.protocol.segment import Segment
+from kvtransfer.protocol.frames import Segment
 from tests.engine.kernels.compiled_steps import without_numbers
 # ruff: isort: on
 

@@ -40,7 +40,7 @@ from engine.runner.runner import ModelRunner
 from engine.sampling.sampler import sample
 from engine.sampling.params import SamplingRow
 from kvtransfer.transfer.codec import codec_for, slots_of
-from kvtransfer.protocol.segment import Segment
+from kvtransfer.protocol.frames import Segment
 # ruff: isort: on
 
 NUM_BLOCKS, BLOCK_SIZE, MAX_RUNNING = 20000, 16, 64

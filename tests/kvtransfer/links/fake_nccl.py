@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from kvtransfer.links.link import LinkEnd
 from kvtransfer.links.nccl import NcclLink
-from kvtransfer.links.nccl_library import NcclError
+from kvtransfer.links.nccl_library import Nccl, NcclError
 
 
 @dataclass(eq=False)
@@ -22,7 +22,7 @@ class _Communicator:
     is_sender: bool = False
 
 
-class FakeNccl:
+class FakeNccl(Nccl):
     """Calls whose names are in `hanging` return when `release` is called, and `abort` of the communicator does so for
     those that have one."""
 

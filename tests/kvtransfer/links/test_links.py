@@ -6,9 +6,10 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import product
 from multiprocessing.connection import Connection
@@ -20,9 +21,9 @@ from torch.distributed import FileStore, HashStore, PrefixStore, Store
 
 from core.types.errors import LinkClosed
 from kvtransfer.links.backends import LINKS, make_link
-from kvtransfer.links.encryption import Cipher, encrypted_size, pieces
-from kvtransfer.links.handshake import Handshake
+from kvtransfer.links.connection import Handshake
 from kvtransfer.links.link import Link, LinkEnd, LinkGuard
+from kvtransfer.links.tcp import Cipher
 from tests.support.forks import forks
 from tests.support.grids import quick
 
@@ -44,9 +45,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("backend", [*ours, *metafunc.config.getoption("link")])
 
 
-def _end(backend: str, store: Store, *, is_sender: bool, timeout_s: float) -> LinkEnd:
-    device = torch.device("cuda", _gpu(is_sender=is_sender)) if backend == "nccl" else torch.device("cpu")
-    return LinkEnd(
+def _make(backend: str, store: Store, *, is_sender: bool, timeout_s: float = 20.0) -> Link:
+    device = torch.device("cpu")
+    if backend == "nccl":
+        device = torch.device("cuda", 0 if is_sender or torch.cuda.device_count() < 2 else 1)
+    end = LinkEnd(
         store=store,
         prefix="link/1",
         is_sender=is_sender,
@@ -55,14 +58,6 @@ def _end(backend: str, store: Store, *, is_sender: bool, timeout_s: float) -> Li
         timeout_s=timeout_s,
         guard=LinkGuard(_SECRET, is_encrypted=backend == _ENCRYPTED),
     )
-
-
-def _gpu(*, is_sender: bool) -> int:
-    return 0 if is_sender or torch.cuda.device_count() < 2 else 1
-
-
-def _make(backend: str, store: Store, *, is_sender: bool, timeout_s: float = 20.0) -> Link:
-    end = _end(backend, store, is_sender=is_sender, timeout_s=timeout_s)
     return make_link("tcp" if backend == _ENCRYPTED else backend, end)
 
 
@@ -73,28 +68,25 @@ def _open(backend: str, store: Store, *, is_sender: bool) -> Link:
 
 
 def _serve_peer(backend: str, place: str, orders: Connection) -> None:
-    """Run the other end: executes ("send", bytes) and ("recv", size), and returns the received bytes."""
+    """Run the other end: receives payloads of the ordered sizes, and returns their bytes."""
     os.environ["NCCL_HOSTID"] = "the peer's"  # allows two NCCL ranks on one GPU
     store = FileStore(place)
     orders.send("up")
-    is_sender = orders.recv()
-    link = _open(backend, store, is_sender=is_sender)
+    link = _open(backend, store, is_sender=orders.recv())
     orders.send("ready")
     while True:
-        order, value = orders.recv()
-        if order == "send":
-            link.send(torch.frombuffer(bytearray(value), dtype=torch.uint8).to(link.device)).wait(timeout_s=10)
-        else:
-            payload = torch.empty(value, dtype=torch.uint8, device=link.device)
-            link.recv(payload).wait(timeout_s=10)
-            orders.send(bytes(payload.cpu().numpy()))
+        payload = torch.empty(orders.recv(), dtype=torch.uint8, device=link.device)
+        link.recv(payload).wait(timeout_s=10)
+        orders.send(bytes(payload.cpu().numpy()))
 
 
+@dataclass
 class Peer:
     """A link and the process at its other end."""
 
-    def __init__(self, link: Link, process: mp.Process, orders: Connection) -> None:
-        self.link, self.process, self.orders = link, process, orders
+    link: Link
+    process: mp.Process
+    orders: Connection
 
     def kill(self, with_signal: signal.Signals) -> None:
         assert self.process.pid
@@ -123,24 +115,19 @@ def _payload(link: Link, size: int) -> torch.Tensor:
     return torch.randint(0, 256, (size,), dtype=torch.uint8).to(link.device)
 
 
-def test_payloads_of_any_size_arrive_in_order(backend: str, tmp_path: Path) -> None:
+def test_payloads_of_any_size_in_flight_together_arrive_in_order(backend: str, tmp_path: Path) -> None:
     with _peer(backend, tmp_path, we_send=True) as peer:
-        for size in (1, 7, 1000, 65_536, 5_000_001):
-            payload = _payload(peer.link, size)
-            peer.orders.send(("recv", size))
-            peer.link.send(payload).wait(timeout_s=10)
-            assert peer.orders.recv() == bytes(payload.cpu().numpy())
-
-
-def test_several_payloads_may_be_in_flight(backend: str, tmp_path: Path) -> None:
-    with _peer(backend, tmp_path, we_send=True) as peer:
-        payloads = [_payload(peer.link, size) for size in (300_000, 1, 2_000_000)]
+        payloads = [_payload(peer.link, size) for size in (300_000, 1, 7, 65_536, 5_000_001)]
         for payload in payloads:
-            peer.orders.send(("recv", len(payload)))
+            peer.orders.send(len(payload))
         operations = [peer.link.send(payload) for payload in payloads]
         for payload, operation in zip(payloads, operations, strict=True):
             operation.wait(timeout_s=10)
             assert peer.orders.recv() == bytes(payload.cpu().numpy())
+        for _ in range(2):
+            peer.link.close()
+        with pytest.raises(LinkClosed):
+            peer.link.send(_payload(peer.link, 1)).wait(timeout_s=_TIMEOUT_S)
 
 
 def test_a_killed_peer_fails_the_operation_by_its_deadline_and_the_link_for_good(backend: str, tmp_path: Path) -> None:
@@ -165,47 +152,31 @@ def test_a_frozen_peer_fails_a_receive_at_the_deadline(backend: str, tmp_path: P
         assert time.monotonic() - started < 10 * _TIMEOUT_S
 
 
-def test_a_closed_link_refuses_and_closing_twice_is_fine(backend: str, tmp_path: Path) -> None:
-    with _peer(backend, tmp_path, we_send=True) as peer:
-        peer.link.close()
-        peer.link.close()
-        with pytest.raises(LinkClosed):
-            peer.link.send(_payload(peer.link, 1)).wait(timeout_s=_TIMEOUT_S)
-
-
 @pytest.mark.timeout(30)
+@pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "closed"])
 @pytest.mark.parametrize(("kind", "we_send"), _WAYS)
-def test_closing_a_tcp_link_wakes_a_waiting_operation(kind: str, we_send: bool, tmp_path: Path) -> None:
-    """Closing ends a wait long before its deadline."""
+def test_tcp_wait_ends_at_once_when_the_peer_dies_or_the_link_closes(
+    kind: str, we_send: bool, is_killed: bool, tmp_path: Path
+) -> None:
     with _peer(kind, tmp_path, we_send=we_send) as peer, ThreadPoolExecutor(1) as pool:
         payload = _payload(peer.link, 64 << 20)  # more than the socket buffers hold
         operation = peer.link.send(payload) if we_send else peer.link.recv(payload)
         waiting = pool.submit(operation.wait, timeout_s=600)
         assert not wait([waiting], timeout=0.2).done
-        peer.link.close()
+        if is_killed:
+            peer.kill(signal.SIGKILL)
+        else:
+            peer.link.close()
         with pytest.raises(LinkClosed):
             waiting.result()
-
-
-@pytest.mark.timeout(30)
-@pytest.mark.parametrize(("kind", "we_send"), _WAYS)
-def test_tcp_peer_death_is_detected_at_once(kind: str, we_send: bool, tmp_path: Path) -> None:
-    with _peer(kind, tmp_path, we_send=we_send) as peer:
-        payload = _payload(peer.link, 64 << 20)
-        operation = peer.link.send(payload) if we_send else peer.link.recv(payload)
-        peer.kill(signal.SIGKILL)
-        with pytest.raises(LinkClosed):
-            operation.wait(timeout_s=600)
 
 
 class BothEnds:
     """Both ends of a tcp link in this process, and the address of the receiving one."""
 
-    def __init__(self, pool: ThreadPoolExecutor, directory: Path, *, is_encrypted: bool = False) -> None:
-        self._backend = _ENCRYPTED if is_encrypted else "tcp"
+    def __init__(self, pool: ThreadPoolExecutor, directory: Path) -> None:
         self._store = str(directory / "store")
-        self._pool = pool
-        self.receiving = pool.submit(_open, self._backend, FileStore(self._store), is_sender=False)
+        self.receiving = pool.submit(_open, "tcp", FileStore(self._store), is_sender=False)
         host, port = PrefixStore("link/1", FileStore(self._store)).get("place").decode().split()
         self.place = host, int(port)
 
@@ -215,7 +186,7 @@ class BothEnds:
 
     def let_in(self) -> tuple[Link, Link]:
         """Connect both ends and return the sending and the receiving one."""
-        return _open(self._backend, FileStore(self._store), is_sender=True), self.receiving.result(20)
+        return _open("tcp", FileStore(self._store), is_sender=True), self.receiving.result(20)
 
 
 def _carry(sender: Link, receiver: Link) -> None:
@@ -239,85 +210,57 @@ def _is_turned_away(pending_peer: socket.socket) -> bool:
 
 
 def test_who_does_not_have_the_secret_is_not_let_in_whatever_he_says(tmp_path: Path) -> None:
-    with ThreadPoolExecutor(1) as pool:
-        rendezvous = BothEnds(pool, tmp_path)
-        for reply in (bytes(64), b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 10, b"\xff" * 5000):
-            with rendezvous.knock() as pending_peer:
-                pending_peer.sendall(reply)
-                assert _is_turned_away(pending_peer)
-        _carry(*rendezvous.let_in())
-
-
-def test_what_one_end_said_once_opens_no_door_again(tmp_path: Path) -> None:
-    """A replayed handshake fails, because the receiving end sends a new nonce each time."""
-    handshake = Handshake(secret=_SECRET, link="link/1", is_encrypted=False)
+    """Garbage, a proof by another secret or for another link or mode, a replay, and an echo are all turned away."""
+    same = Handshake(secret=_SECRET, link="link/1", is_encrypted=False)
+    others = [replace(same, secret=bytes(32)), replace(same, link="link/2"), replace(same, is_encrypted=True)]
+    ours = os.urandom(32)
     with ThreadPoolExecutor(1) as pool:
         rendezvous = BothEnds(pool, tmp_path)
         with rendezvous.knock() as early:
-            nonces = {"receiver_nonce": early.recv(32), "sender_nonce": bytes(32)}
-        reply = bytes(32) + handshake.proof(is_sender=True, **nonces)
-        with rendezvous.knock() as late:
-            late.sendall(reply)
-            assert _is_turned_away(late)
-        with rendezvous.knock() as echo:  # the receiver's own bytes must not authenticate a sender either
-            echo.sendall(
-                bytes(32) + handshake.proof(is_sender=False, receiver_nonce=echo.recv(32), sender_nonce=bytes(32))
-            )
-            assert _is_turned_away(echo)
+            replayed = same.proof(early.recv(32) + ours, is_sender=True)
+        replies: list[Callable[[bytes], bytes]] = [
+            lambda nonce: bytes(64),
+            lambda nonce: b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 10,
+            *(lambda nonce, other=other: ours + other.proof(nonce + ours, is_sender=True) for other in others),
+            lambda nonce: ours + replayed,  # the receiving end sends a new nonce each time
+            lambda nonce: ours + same.proof(nonce + ours, is_sender=False),  # the receiver's own bytes
+        ]
+        for reply in replies:
+            with rendezvous.knock() as stranger:
+                stranger.sendall(reply(stranger.recv(32)))
+                assert _is_turned_away(stranger)
         _carry(*rendezvous.let_in())
 
 
 @pytest.mark.timeout(30)
 def test_strangers_who_say_nothing_or_little_hold_nobody_up(tmp_path: Path) -> None:
-    """With more pending peers than the limit, the oldest are dropped."""
-    with ThreadPoolExecutor(1) as pool, ExitStack() as stack:
-        rendezvous = BothEnds(pool, tmp_path)
-        strangers = [stack.enter_context(rendezvous.knock()) for _ in range(100)]
-        for pending_peer in strangers[::2]:
-            pending_peer.sendall(b"half of a gree")
-        _carry(*rendezvous.let_in())
-        assert all(_is_turned_away(pending_peer) for pending_peer in strangers)
-
-
-@pytest.mark.timeout(30)
-def test_half_open_and_garbled_connections_beside_a_transfer_change_nothing(tmp_path: Path) -> None:
+    """Neither a link that waits, whose oldest pending peers are dropped beyond a limit, nor one that is connected."""
     with ThreadPoolExecutor(2) as pool, ExitStack() as stack:
-        first = BothEnds(pool, tmp_path)
-        sender, receiver = first.let_in()
+        connected = BothEnds(pool, tmp_path)
+        ends = connected.let_in()
         (tmp_path / "other").mkdir()
-        second = BothEnds(pool, tmp_path / "other")  # not connected yet
-        for number in range(20):
-            pending_peer = stack.enter_context(second.knock())
-            if number % 2:
-                pending_peer.sendall(os.urandom(number * 7))
+        waiting = BothEnds(pool, tmp_path / "other")
+        strangers = [stack.enter_context(waiting.knock()) for _ in range(100)]
+        for number in range(0, 100, 2):
+            strangers[number].sendall(os.urandom(number))
         with pytest.raises(OSError):
-            first.knock()  # rejected, because the peer has connected already
-        _carry(sender, receiver)
-        _carry(*second.let_in())
+            connected.knock()  # rejected, because the peer has connected already
+        _carry(*ends)
+        _carry(*waiting.let_in())
+        assert all(_is_turned_away(stranger) for stranger in strangers)
 
 
 @pytest.mark.parametrize(
-    "theirs",
+    ("nonce", "num_signed", "error"),
     [
-        Handshake(secret=bytes(32), link="link/1", is_encrypted=False),
-        Handshake(secret=_SECRET, link="link/2", is_encrypted=False),
-        Handshake(secret=_SECRET, link="link/1", is_encrypted=True),
+        (bytes(32), 64, "failed to authenticate for this link"),
+        (bytes(31), 0, "before sending its nonce"),  # its signature could be valid for another link or nonce
     ],
-    ids=["another secret", "another link", "encrypted there"],
 )
-def test_ends_that_differ_do_not_come_together(theirs: Handshake, tmp_path: Path) -> None:
-    with ThreadPoolExecutor(1) as pool:
-        rendezvous = BothEnds(pool, tmp_path)
-        with rendezvous.knock() as other:
-            nonces = {"receiver_nonce": other.recv(32), "sender_nonce": os.urandom(32)}
-            other.sendall(nonces["sender_nonce"] + theirs.proof(is_sender=True, **nonces))
-            assert _is_turned_away(other)
-        _carry(*rendezvous.let_in())
-
-
-@contextmanager
-def _false_receiver(tmp_path: Path) -> Iterator[tuple[socket.socket, Future[Link]]]:
-    """Impersonate the receiver of a sender, knowing its rendezvous but not the secret."""
+def test_a_sender_sends_nothing_to_who_cannot_prove_that_he_is_the_receiver(
+    nonce: bytes, num_signed: int, error: str, tmp_path: Path
+) -> None:
+    """An impostor knows the rendezvous, but not the secret."""
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
         store = str(tmp_path / "store")
         PrefixStore("link/1", FileStore(store)).set("place", f"127.0.0.1 {server.getsockname()[1]}")
@@ -325,48 +268,33 @@ def _false_receiver(tmp_path: Path) -> Iterator[tuple[socket.socket, Future[Link
         connection, _ = server.accept()
         with connection:
             connection.settimeout(10)
-            yield connection, sending
+            connection.sendall(nonce)
+            if not num_signed:
+                connection.shutdown(socket.SHUT_WR)
+            assert len(connection.recv(1000)) == num_signed
+            if num_signed:
+                connection.sendall(bytes(32))
+            with pytest.raises(LinkClosed, match=error):
+                sending.result(20)
 
 
-def test_a_sender_sends_nothing_to_who_cannot_prove_that_he_is_the_receiver(tmp_path: Path) -> None:
-    with _false_receiver(tmp_path) as (connection, sending):
-        connection.sendall(bytes(32))
-        assert len(connection.recv(1000)) == 64
-        connection.sendall(bytes(32))
-        with pytest.raises(LinkClosed, match="failed to authenticate for this link"):
-            sending.result(20)
-
-
-def test_a_sender_signs_nothing_for_a_nonce_that_is_not_whole(tmp_path: Path) -> None:
-    """Otherwise its signature could be valid for another link or nonce."""
-    with _false_receiver(tmp_path) as (connection, sending):
-        connection.sendall(bytes(31))
-        connection.shutdown(socket.SHUT_WR)
-        assert connection.recv(1000) == b""
-        with pytest.raises(LinkClosed, match="before sending its nonce"):
-            sending.result(20)
-
-
-def test_what_travels_encrypted_is_not_what_was_sent(tmp_path: Path) -> None:
-    """Ciphertexts never repeat, and a changed one closes the link."""
-    key, payload = bytes(32), b"the same words, again and again " * 20_000
-    sealing, opening = Cipher(key), Cipher(key)
-    encrypted = [bytearray(encrypted_size(len(payload))) for _ in range(2)]
-    for one in encrypted:
-        assert [*sealing.encrypt(memoryview(payload), memoryview(one))][-1] == len(one)
-    assert encrypted[0] != encrypted[1] and all(payload[:32] not in one for one in encrypted)
-    got = bytearray(len(payload))
-    start = 0
-    for piece in pieces(memoryview(got)):
-        opening.open(memoryview(encrypted[0])[start : start + encrypted_size(len(piece))], piece)
-        start += encrypted_size(len(piece))
-    assert got == payload and start == len(encrypted[0])
-    encrypted[1][5] ^= 1
-    first = next(pieces(memoryview(got)))
-    with pytest.raises(LinkClosed):
-        opening.open(memoryview(encrypted[1])[: encrypted_size(len(first))], first)
-    with pytest.raises(LinkClosed):  # replay of an earlier piece
-        opening.open(memoryview(encrypted[0])[: encrypted_size(len(first))], first)
+def test_what_travels_encrypted_is_not_what_was_sent() -> None:
+    """Ciphertexts never repeat, and a changed or repeated piece closes the link."""
+    payload = b"the same words, again and again " * 5_000  # one piece
+    sealing, opening = Cipher(bytes(32)), Cipher(bytes(32))
+    first, second = sealing.buffer(len(payload)), sealing.buffer(len(payload))
+    for encrypted in (first, second):
+        assert list(sealing.encrypt(memoryview(payload), encrypted)) == [len(encrypted)]
+        assert payload[:32] not in encrypted.tobytes()
+    assert first != second
+    got, again = memoryview(bytearray(len(payload))), Cipher(bytes(32))
+    for reading in (opening, again):
+        reading.decrypt(first, got)
+        assert got == payload
+    second[5] ^= 1
+    for reading, encrypted in ((opening, second), (again, first)):
+        with pytest.raises(LinkClosed):
+            reading.decrypt(encrypted, got)
 
 
 @pytest.mark.parametrize("is_sender", [True, False])

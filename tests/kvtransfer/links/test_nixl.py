@@ -1,4 +1,4 @@
-"""NIXL links under unfortunate closes and malformed messages, with a fake agent."""
+"""Choice of the link backend. NIXL links under unfortunate closes and malformed messages, with a fake agent."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch.distributed import FileStore, PrefixStore
 
-from core.types.errors import LinkClosed
+from core.types.errors import LinkClosed, SpecError
 from kvtransfer.links import nixl as nixl_module
+from kvtransfer.links.backends import LINKS, backend_for
 from kvtransfer.links.link import LinkEnd, LinkGuard
 from kvtransfer.links.nixl import NixlLink
 
@@ -80,3 +81,22 @@ def test_malformed_message_closes_the_link(is_sender: bool, tmp_path: Path, monk
     with pytest.raises(LinkClosed):
         link.meet()
     assert agent.has_ended.wait(10)
+
+
+_CPU, _GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def test_gpus_use_nccl_unless_nixl_is_configured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl_module, "find_spec", lambda name: object())
+    assert {link: backend_for(_CPU, host_link=link) for link in LINKS} == {link: link for link in LINKS}
+    assert {link: backend_for(_GPU, host_link=link) for link in LINKS} == {
+        link: "nixl" if link == "nixl" else "nccl" for link in LINKS
+    }
+
+
+def test_missing_package_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl_module, "find_spec", lambda name: None)
+    for device in (_CPU, _GPU):
+        with pytest.raises(SpecError, match="pip install nixl") as caught:
+            backend_for(device, host_link="nixl")
+        assert "\n" not in str(caught.value)

@@ -3,27 +3,49 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from core.types.errors import HandoffExpired, LinkClosed, TransferError
 from core.types.handoff import Handoff, HandoffKey
 from engine.kv.block_manager import BlockManager
+from engine.kv.layout import KVLayout
 from engine.tiers.tiers import Tiers
-from kvtransfer.protocol.frames import CommitFrame, SegmentFrame
+from kvtransfer.protocol.frames import CommitFrame, Segment, SegmentFrame
 from kvtransfer.protocol.outgoing_transfers import OutgoingTransfer, OutgoingTransfers
-from kvtransfer.protocol.plan import HeadCopy, plan_heads, sending_ranks
-from kvtransfer.protocol.rank_transfer import Ending, LinkTransfer, RankTransfer, Shipment
-from kvtransfer.protocol.segment import Segment
+from kvtransfer.protocol.plan import HeadCopy, plan_heads
+from kvtransfer.protocol.rank_transfer import LinkTransfer, RankTransfer, Shipment
 from kvtransfer.transfer.serve_fetches import ServedFetches, ServedFetchListener
-from tests.kvtransfer.protocol.pools import BLOCK_SIZE, NUM_BLOCKS, NUM_LAYERS, layout
-from tests.kvtransfer.protocol.pull_world import content_of, hashes_of
 
 if TYPE_CHECKING:
-    from tests.kvtransfer.protocol.protocol_world import World
     from tests.kvtransfer.protocol.receiving_world import ReceivingRank
+    from tests.kvtransfer.protocol.test_protocol import World
+
+# Small pools, so that they are nearly always full.
+BLOCK_SIZE, NUM_BLOCKS, NUM_LAYERS = 2, 8, 2
+# Two ranks split the first layer's heads and replicate the second's, so a link may carry one layer only.
+_LAYOUT = KVLayout(
+    model="m", num_layers=NUM_LAYERS, num_kv_heads=(2, 1), head_dim=(4, 8), block_size=BLOCK_SIZE, dtype="float32"
+)
+MAX_BLOCKS = 3  # of a fetched prefix
+
+
+def layout(tp: int) -> KVLayout:
+    return replace(_LAYOUT, tensor_parallel=tp)
+
+
+def hashes_of(prefix: int) -> list[bytes]:
+    return [b"prefix %d block %2d" % (prefix, i) for i in range(MAX_BLOCKS)]
+
+
+def slot_of(blocks: Sequence[int], position: int) -> int:
+    return blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+
+
+def content_of(prefix: int) -> str:
+    return f"prefix {prefix}"
 
 
 @dataclass(eq=False)
@@ -34,7 +56,6 @@ class Job:
     blocks: list[int]
     outgoing: OutgoingTransfer[Job] | None = None
     num_computed: int = 0
-    is_wanted: bool = True
 
 
 class Link:
@@ -42,14 +63,14 @@ class Link:
 
     def __init__(self, sender: SendingRank, receiver: ReceivingRank) -> None:
         self.sender, self.receiver = sender, receiver
-        self.jobs: deque[tuple[LinkTransfer, Segment | Ending]] = deque()
+        self.jobs: deque[tuple[LinkTransfer, Segment | CommitFrame]] = deque()
         self.reading: tuple[LinkTransfer, Segment] | None = None  # the thread is in a read
         self.frames: deque[SegmentFrame | CommitFrame] = deque()
         self.answers: deque[tuple[HandoffKey, str]] = deque()
         self.link_transfers: dict[HandoffKey, LinkTransfer] = {}
         self.failure: TransferError | None = None
 
-    def put(self, link_transfer: LinkTransfer, item: Segment | Ending) -> None:
+    def put(self, link_transfer: LinkTransfer, item: Segment | CommitFrame) -> None:
         self.jobs.append((link_transfer, item))
 
     def abort(self, link_transfer: LinkTransfer, error: TransferError) -> None:
@@ -71,13 +92,11 @@ class Link:
 
     def _start_job(self) -> None:
         link_transfer, item = self.jobs.popleft()
-        if isinstance(item, Ending):
+        if isinstance(item, CommitFrame):
             if not link_transfer.is_ended:
                 self._send(link_transfer.announce_commit(item))
         elif link_transfer.start_reading():
             self.reading = (link_transfer, item)
-        else:
-            link_transfer.num_sent += 1
 
     def _finish_read(self) -> None:
         assert self.reading
@@ -85,11 +104,9 @@ class Link:
         self.sender.check_read(link_transfer.transfer, segment)
         link_transfer.stop_reading()
         self._changed(link_transfer)
-        link_transfer.num_sent += 1
         if not link_transfer.is_ended:
-            self._send(
-                link_transfer.announce(segment, num_bytes=1, checksum=hash((link_transfer.key, segment)) % 2**64)
-            )
+            checksum = hash((link_transfer.key, segment)) % 2**64
+            self._send(link_transfer.announce(segment, num_bytes=1, checksum=checksum))
 
     def deliver(self) -> None:
         """Deliver the next frame to the receiving rank."""
@@ -133,16 +150,15 @@ class SendingRank:
         if mine:
             transfer = RankTransfer(job.handoff, job.blocks, layout=layout(self.replica.tp))
             self.transfers[transfer.key] = transfer
-            transfer.link_transfers = [LinkTransfer(transfer, copy, self._link_to(copy)) for copy in mine]
-            for link_transfer, copy in zip(transfer.link_transfers, mine, strict=True):
+            for copy in mine:
                 link = self._link_to(copy)
-                link.link_transfers[link_transfer.key] = link_transfer
+                link.link_transfers[transfer.key] = LinkTransfer(transfer, copy, link)
+                transfer.link_transfers.append(link.link_transfers[transfer.key])
 
     def compute(self, job: Job, start: int, end: int) -> None:
         for position in range(start, end):
-            slot = job.blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
-            self.pool[slot] = (job.handoff.id, position)
-        if transfer := self.transfers.get((job.handoff.id, job.handoff.epoch)):
+            self.pool[slot_of(job.blocks, position)] = (job.handoff.id, position)
+        if transfer := self.transfers.get(job.handoff.key):
             for layer in range(NUM_LAYERS):
                 transfer.layer_ready(layer, start, end)
             if end == job.handoff.num_tokens:
@@ -151,13 +167,12 @@ class SendingRank:
     def fill(self, prefix: int, blocks: list[int], first_block: int) -> None:
         """Write blocks of a prefix into the pool."""
         for position in range(first_block * BLOCK_SIZE, len(blocks) * BLOCK_SIZE):
-            slot = blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
-            self.pool[slot] = (content_of(prefix), position)
+            self.pool[slot_of(blocks, position)] = (content_of(prefix), position)
 
-    def served_fetch(self, handoff: Handoff, blocks: list[int], num_tokens: int) -> None:
+    def serve_fetch(self, handoff: Handoff, blocks: list[int], num_tokens: int) -> None:
         """Execute the order as worker.gang_runner does."""
         self.begin(Job(handoff, blocks))
-        if transfer := self.transfers.get((handoff.id, handoff.epoch)):
+        if transfer := self.transfers.get(handoff.key):
             transfer.all_layers_ready(0, num_tokens)
             transfer.commit(num_tokens)
 
@@ -169,13 +184,13 @@ class SendingRank:
             transfer.abort()
 
     def check_read(self, transfer: RankTransfer, segment: Segment) -> None:
-        for position in range(segment.first_token, segment.first_token + segment.num_tokens):
+        for position in range(segment.first_token, segment.end_token):
             block = transfer.blocks[position // BLOCK_SIZE]
             self.replica.blocks.share([block])  # fails unless the block is referenced
             self.replica.blocks.free([block])
-            slot = block * BLOCK_SIZE + position % BLOCK_SIZE
             content = self.replica.contents.get(transfer.handoff.id, transfer.handoff.id)
-            assert self.pool.get(slot) == (content, position), "read from a block that was reused"
+            found = self.pool.get(slot_of(transfer.blocks, position))
+            assert found == (content, position), "read from a block that was reused"
 
     def _link_to(self, copy: HeadCopy) -> Link:
         link = self.links.get(copy.receiver)
@@ -198,13 +213,12 @@ class Prefill:
         self.world, self.tp = world, tp
         self.name = f"prefill-{next(world.ids)}"
         self.blocks = BlockManager(NUM_BLOCKS)
-        self.outgoing_transfers: OutgoingTransfers[Job] = OutgoingTransfers(self.blocks)
+        self.outgoing_transfers: OutgoingTransfers[Job] = OutgoingTransfers(self.blocks, layout(tp))
         no_tiers: Tiers[object] = Tiers(self.blocks, None, layout(tp), eviction="lru", timeout_s=1.0)
         self.served_fetches = ServedFetches(self.blocks, layout(tp), no_tiers)
         self.contents: dict[str, str] = {}  # served fetches: prefix by handoff id
         self.ranks = [SendingRank(self, rank) for rank in range(tp)]
         self.jobs: list[Job] = []
-        self.is_alive = True
 
     def give(self, handoff: Handoff) -> None:
         taken = self.blocks.allocate([], -(-handoff.num_tokens // BLOCK_SIZE))
@@ -215,8 +229,7 @@ class Prefill:
         """Compute one chunk of one prompt, and send pending aborts."""
         start, end = job.num_computed, min(job.num_computed + num_tokens, job.handoff.num_tokens)
         if job.outgoing is None:
-            ranks = sending_ranks(layout(self.tp), num_receivers=len(job.handoff.ranks))
-            job.outgoing = self.outgoing_transfers.begin(job.handoff, job.blocks, ranks=ranks, owner=job)
+            job.outgoing = self.outgoing_transfers.begin(job.handoff, job.blocks, owner=job)
             self._order(lambda rank: rank.begin(job))
         self._order(lambda rank: rank.compute(job, start, end))
         job.num_computed = end
@@ -233,13 +246,13 @@ class Prefill:
                 self.blocks.fill_block(block, prefix_hash)
             self.blocks.free(blocks)
 
-    def served_fetch(self, handoff: Handoff, prefix: int, listener: ServedFetchListener) -> None:
+    def serve_fetch(self, handoff: Handoff, prefix: int, listener: ServedFetchListener) -> None:
         self.contents[handoff.id] = content_of(prefix)
-        self.served_fetches.give(handoff, hashes_of(prefix), listener)
+        self.served_fetches.serve(handoff, hashes_of(prefix), listener)
         for order in self.served_fetches.take_orders():
-            self._order(lambda rank, o=order: rank.served_fetch(handoff, o.blocks, o.num_tokens))
+            self._order(lambda rank, o=order: rank.serve_fetch(handoff, o.blocks, o.num_tokens))
 
-    def ungrant(self, listener: ServedFetchListener) -> None:
+    def end_serving(self, listener: ServedFetchListener) -> None:
         self.served_fetches.cancel(listener)
         self.order_aborts()
 
@@ -257,7 +270,6 @@ class Prefill:
         self.order_aborts()
 
     def _stop(self, job: Job, error: TransferError) -> None:
-        job.is_wanted = False
         self._release(job)
         if job.outgoing:
             self.outgoing_transfers.abort(job.outgoing, error)

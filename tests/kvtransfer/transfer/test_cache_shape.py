@@ -16,8 +16,8 @@ from core.model.draft_heads import HeadsConfig
 from core.model.kv_memory import KVArithmetic
 from engine.config import GIB, EngineConfig, pool_sizes
 from engine.kv.pool import KVPool
+from kvtransfer.protocol.frames import Segment
 from kvtransfer.protocol.plan import plan_heads
-from kvtransfer.protocol.segment import Segment
 from kvtransfer.transfer.codec import codec_for
 from tests.core.model.test_config import write_no_weights
 from tests.engine import tiny_models

@@ -5,129 +5,99 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from core.types.errors import HandoffExpired, LinkClosed
+from core.types.errors import HandoffExpired, LinkClosed, TransferError
 from core.types.failpoint import FailpointStage
-from core.types.handoff import Handoff
-from kvtransfer.protocol.rank_transfer import RankTransfer, Shipment
+from engine.kv.layout import KVLayout
+from kvtransfer.protocol.frames import Opening
 from kvtransfer.transfer import outgoing_link
-from kvtransfer.transfer.sender import Sender
-from tests.kvtransfer.transfer.receiving_process import (
-    LAYOUT,
-    NUM_BLOCKS,
-    SILENCE_S,
-    ReceivingProcess,
-    config,
-    receiving_process,
-)
+from tests.kvtransfer.replicas import END_S, FarReplica, Replica, far_replica, handoff_to, replica
 
-_NUM_TOKENS = NUM_BLOCKS * LAYOUT.block_size
-_END_S = 40.0  # bound for events that must happen, on any machine
-_NEVER_S = 600.0  # timeout that does not expire within a test
+_LAYOUT = KVLayout(model="m", num_layers=2, num_kv_heads=4, head_dim=64, block_size=16, dtype="float32")
+_NUM_BLOCKS = 512  # 32 MiB
+_NUM_TOKENS = _NUM_BLOCKS * _LAYOUT.block_size
+_BLOCKS = tuple(range(_NUM_BLOCKS))
+_SILENCE_S = 3.0  # timeouts.transfer_s
 
 
-class Shipping:
-    """A sender and the results of its handoffs."""
-
-    def __init__(self, silence_s: float) -> None:
-        self.shipments: asyncio.Queue[Shipment] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
-        self.sending: asyncio.Queue[str] = asyncio.Queue()  # handoff of each payload put on the wire
-
-        def failpoint(milestone: FailpointStage, handoff: str) -> None:
-            if milestone is FailpointStage.SENDING:
-                loop.call_soon_threadsafe(self.sending.put_nowait, handoff)
-
-        self.sender = Sender(
-            config(failpoint, silence_s=silence_s),
-            loop=loop,
-            on_shipped=lambda shipment: loop.call_soon_threadsafe(self.shipments.put_nowait, shipment),
-        )
-
-    def begin(self, peer: ReceivingProcess, number: int) -> RankTransfer:
-        handoff = Handoff(
-            id=f"h{number}",
-            epoch=1,
-            replica="d",
-            ranks=(peer.address,),
-            layout=LAYOUT.fingerprint,
-            num_tokens=_NUM_TOKENS,
-            max_tokens=_NUM_TOKENS,
-            first_token=0,
-            ttl_s=10.0,
-        )
-        transfer = self.sender.begin(handoff, range(NUM_BLOCKS))
-        assert transfer
-        return transfer
-
-    def ship(self, peer: ReceivingProcess, number: int) -> None:
-        transfer = self.begin(peer, number)
-        for layer in range(LAYOUT.num_layers):
-            transfer.layer_ready(layer, 0, _NUM_TOKENS)
-        transfer.commit(_NUM_TOKENS, [1])
-
-    async def is_sending(self, number: int) -> None:
-        while await asyncio.wait_for(self.sending.get(), _END_S) != f"h{number}":
-            pass
-
-    async def ended(self) -> Shipment:
-        return await asyncio.wait_for(self.shipments.get(), _END_S)
+@contextmanager
+def _receiver(port: int = 0) -> Iterator[FarReplica]:
+    """Serve a receiver with handoffs "h0", "h1", … open for all blocks. They must be sent one after the other."""
+    openings = [
+        Opening(handoff=f"h{i}", num_tokens=_NUM_TOKENS, max_tokens=_NUM_TOKENS, block_ids=_BLOCKS) for i in range(8)
+    ]
+    with far_replica(_LAYOUT, openings, num_blocks=_NUM_BLOCKS, port=port) as peer:
+        yield peer
 
 
-@asynccontextmanager
-async def _shipping(*, silence_s: float = _NEVER_S) -> AsyncIterator[Shipping]:
-    shipping = Shipping(silence_s)
-    yield shipping
-    await shipping.sender.close()
+def _ship(ours: Replica, peer: FarReplica, number: int) -> None:
+    ours.ship(handoff_to([peer.address], _NUM_TOKENS, id=f"h{number}"), _BLOCKS)
+
+
+async def _error(ours: Replica) -> TransferError | None:
+    return (await ours.shipped()).error
+
+
+def _sender(**config: Any) -> AbstractAsyncContextManager[Replica]:
+    """Serve a sender. Its timeout does not expire within a test, unless it is given."""
+    return replica(_LAYOUT, num_blocks=_NUM_BLOCKS, **{"timeout_s": 600.0} | config)
 
 
 async def test_killed_receiver_is_detected_at_once_and_fails_only_its_own_links() -> None:
-    with receiving_process() as victim, receiving_process() as bystander:
-        async with _shipping() as shipping:
-            shipping.ship(victim, 0)
-            shipping.ship(bystander, 2)
-            assert [(await shipping.ended()).error for _ in range(2)] == [None, None]
+    is_sending, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def failpoint(stage: FailpointStage, handoff: str) -> None:
+        if stage is FailpointStage.SENDING and handoff == "h1":
+            loop.call_soon_threadsafe(is_sending.set)
+
+    with _receiver() as victim, _receiver() as bystander:
+        async with _sender(failpoint=failpoint) as ours:
+            _ship(ours, victim, 0)
+            _ship(ours, bystander, 2)
+            assert [await _error(ours) for _ in range(2)] == [None, None]
             victim.signal(signal.SIGSTOP)  # so that the send cannot complete before the kill
-            shipping.ship(victim, 1)
-            await shipping.is_sending(1)
+            _ship(ours, victim, 1)
+            async with asyncio.timeout(END_S):
+                await is_sending.wait()
             victim.signal(signal.SIGKILL)
-            shipment = await shipping.ended()
+            shipment = await ours.shipped()
             assert shipment.handoff == "h1" and isinstance(shipment.error, LinkClosed)
-            shipping.ship(bystander, 3)
-            assert (await shipping.ended()).error is None
+            _ship(ours, bystander, 3)
+            assert await _error(ours) is None
 
 
 async def test_frozen_receiver_is_detected_by_the_deadline() -> None:
-    with receiving_process() as connected, receiving_process() as pending_peer:
-        async with _shipping(silence_s=SILENCE_S) as shipping:
-            shipping.ship(connected, 0)
-            assert (await shipping.ended()).error is None
+    with _receiver() as connected, _receiver() as pending_peer:
+        async with _sender(timeout_s=_SILENCE_S) as ours:
+            _ship(ours, connected, 0)
+            assert await _error(ours) is None
             for number, peer in enumerate((connected, pending_peer), start=1):
                 peer.signal(signal.SIGSTOP)
-                shipping.ship(peer, number)
-            errors = [(await shipping.ended()).error for _ in range(2)]
+                _ship(ours, peer, number)
+            errors = [await _error(ours) for _ in range(2)]
             assert all(isinstance(error, LinkClosed) for error in errors)
 
 
 async def test_transfer_is_aborted_at_once_while_the_link_is_stuck() -> None:
-    with receiving_process() as peer:
-        async with _shipping() as shipping:
-            shipping.ship(peer, 0)
-            assert (await shipping.ended()).error is None
+    with _receiver() as peer:
+        async with _sender() as ours:
+            _ship(ours, peer, 0)
+            assert await _error(ours) is None
             peer.signal(signal.SIGSTOP)
-            transfer = shipping.begin(peer, 1)
+            transfer = ours.senders[0].begin(handoff_to([peer.address], _NUM_TOKENS, id="h1"), _BLOCKS)
+            assert transfer
             transfer.layer_ready(0, 0, _NUM_TOKENS)
             transfer.abort()
-            assert isinstance((await shipping.ended()).error, HandoffExpired), "not the link, and not its deadline"
+            assert isinstance(await _error(ours), HandoffExpired), "not the link, and not its deadline"
             peer.signal(signal.SIGCONT)
-            shipping.ship(peer, 2)
-            assert (await shipping.ended()).error is None, "the link lives on"
+            _ship(ours, peer, 2)
+            assert await _error(ours) is None, "the link lives on"
 
 
 async def test_link_that_fails_to_start_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,23 +112,23 @@ async def test_link_that_fails_to_start_is_replaced(monkeypatch: pytest.MonkeyPa
         return threading.Thread(**more)
 
     monkeypatch.setattr(outgoing_link, "threading", SimpleNamespace(Lock=threading.Lock, Thread=thread))
-    with receiving_process() as peer:
-        async with _shipping() as shipping:
-            shipping.ship(peer, 0)
-            error = (await shipping.ended()).error
+    with _receiver() as peer:
+        async with _sender() as ours:
+            _ship(ours, peer, 0)
+            error = await _error(ours)
             assert isinstance(error, LinkClosed) and "can't start new thread" in str(error)
-            shipping.ship(peer, 1)
-            assert (await shipping.ended()).error is None
+            _ship(ours, peer, 1)
+            assert await _error(ours) is None
 
 
 async def test_restarted_receiver_is_reached_under_a_new_epoch() -> None:
-    async with _shipping() as shipping:
-        with receiving_process() as first:
-            shipping.ship(first, 0)
-            assert (await shipping.ended()).error is None
-        for _ in range(3):
-            shipping.ship(first, 1)
-            assert isinstance((await shipping.ended()).error, LinkClosed)
-        with receiving_process(int(first.address.rsplit(":", 1)[1])) as second:
-            shipping.ship(second, 2)
-            assert (await shipping.ended()).error is None
+    async with _sender() as ours:
+        with _receiver() as first:
+            _ship(ours, first, 0)
+            assert await _error(ours) is None
+        for _ in range(3):  # the first breaks the link, the others find no listener
+            _ship(ours, first, 1)
+            assert isinstance(await _error(ours), LinkClosed)
+        with _receiver(int(first.address.rsplit(":", 1)[1])) as second:
+            _ship(ours, second, 2)
+            assert await _error(ours) is None

@@ -12,35 +12,28 @@ from typing import Any
 
 import grpc
 import pytest
-import torch
 from grpc import aio
+from torch.distributed import PrefixStore
 
 from core.rpc import transfer_pb2 as pb
 from core.rpc import transfer_pb2_grpc as rpc
 from core.rpc import worker_pb2, worker_pb2_grpc
 from core.types.errors import HandoffExpired, RequestError, TransferError
 from core.types.handoff import Handoff
-from core.types.wire_version import WIRE_VERSION
 from core.wire.frames import FrameHub
 from core.wire.messages import handoff_to_proto
 from engine.kv.layout import KVLayout
-from engine.kv.pool import KVPool
 from engine.runner import streams
-from kvtransfer.links.link import LinkGuard
 from kvtransfer.protocol.frames import Opening, SegmentFrame
-from kvtransfer.protocol.ledger import Landing
 from kvtransfer.protocol.plan import plan_heads
-from kvtransfer.protocol.rank_transfer import Shipment
 from kvtransfer.protocol.validation import check_segment
 from kvtransfer.transfer.codec import slots_of
-from kvtransfer.transfer.fetch_servicer import FetchServicer, FetchServing
-from kvtransfer.transfer.link_config import LinkConfig
 from kvtransfer.transfer.rank_servicer import RankServicer
 from kvtransfer.transfer.receiver import Receiver
-from kvtransfer.transfer.rendezvous import Rendezvous
-from kvtransfer.transfer.sender import Sender
+from kvtransfer.transfer.rendezvous import Rendezvous, local_store
+from kvtransfer.transfer.serve_fetches import FetchServicer
 from kvtransfer.transfer.wire_messages import frame_from_proto
-from tests.support.identities import in_clear
+from tests.kvtransfer.replicas import Replica, handoff_to, link_config, replica
 from tests.support.identities import rank as named
 from tests.support.waiting import becomes
 from worker.replica_service import ReplicaService
@@ -48,39 +41,15 @@ from worker.replica_service import ReplicaService
 _LAYOUT = KVLayout(model="m", num_layers=2, num_kv_heads=4, head_dim=16, block_size=8, dtype="float32")
 _NUM_BLOCKS, _NUM_TOKENS = 12, 20
 _ROW_BYTES = 2 * 4 * 16 * 4  # one position of one layer
-_HELLO = pb.Hello(
-    wire_version=WIRE_VERSION,
-    layout=_LAYOUT.fingerprint,
-    sender="prefill-9/0",
-    epoch=1,
-    backend="tcp",
-    wire_dtype="raw",
-    sender_rank=0,
-    sender_ranks=1,
-)
-_OPEN = pb.OpenRequest(handoff="h", num_tokens=_NUM_TOKENS, max_tokens=_NUM_TOKENS, block_ids=[3, 1, 8])
-
-
-def _config() -> LinkConfig:
-    pool = KVPool(_LAYOUT, num_blocks=_NUM_BLOCKS, device=torch.device("cpu"))
-    return LinkConfig(
-        rank=0,
-        identity=in_clear(named("decode-0")),
-        pool=pool,
-        wire_dtype="raw",
-        backend="tcp",
-        host="127.0.0.1",
-        timeout_s=10.0,
-        guard=LinkGuard(bytes(32)),
-    )
+_HELLO = link_config(_LAYOUT, name="prefill-9").hello(epoch=1)
 
 
 class ServedRank:
     """A receiving rank and a client stub."""
 
-    def __init__(self, address: str, servicer: RankServicer, receiver: Receiver, stub: rpc.RankStub) -> None:
-        self.address, self.servicer, self.receiver, self.stub = address, servicer, receiver, stub
-        self.landings: asyncio.Queue[Landing] = asyncio.Queue()
+    def __init__(self, made: Replica, stub: rpc.RankStub) -> None:
+        self.made, self.stub = made, stub
+        self.receiver, self.servicer = made.receivers[0], made.servicers[0]
 
     async def rejects(self, method: str, request: Any, field: str) -> bool:
         with pytest.raises(aio.AioRpcError) as raised:
@@ -109,20 +78,17 @@ class ServedRank:
 
 @asynccontextmanager
 async def _rank() -> AsyncIterator[ServedRank]:
-    loop, servicer = asyncio.get_running_loop(), RankServicer()
+    async with replica(_LAYOUT, name="decode-0") as made, aio.insecure_channel(made.addresses[0]) as channel:
+        yield ServedRank(made, rpc.RankStub(channel))
 
-    def landed(landing: Landing) -> None:
-        loop.call_soon_threadsafe(rank.landings.put_nowait, landing)
 
-    receiver = servicer.receiver = Receiver(_config(), rendezvous=servicer.rendezvous, on_landed=landed)
-    server = aio.server()
-    rpc.add_RankServicer_to_server(servicer, server)
-    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    await server.start()
-    async with aio.insecure_channel(address) as channel:
-        rank = ServedRank(address, servicer, receiver, rpc.RankStub(channel))
-        yield rank
-    await server.stop(None)
+@asynccontextmanager
+async def _sender() -> AsyncIterator[Replica]:
+    """Serve a sender with a pool full of 1.5."""
+    async with replica(_LAYOUT, name="decode-0") as made:
+        for codes in made.pools[0].codes:
+            codes.fill_(1.5)
+        yield made
 
 
 def _segment(**changes: Any) -> pb.SenderFrame:
@@ -150,24 +116,23 @@ def _segment(**changes: Any) -> pb.SenderFrame:
     ],
 )
 async def test_an_opening_of_blocks_that_there_are_not_is_refused(field: str, change: dict[str, Any]) -> None:
-    request = pb.OpenRequest(**{"handoff": "h", "num_tokens": 20, "max_tokens": 20, "block_ids": [3, 1, 8]} | change)
     async with _rank() as rank:
-        assert await rank.rejects("Open", request, field)
+        assert await rank.rejects("Open", _opening(**change), field)
         with pytest.raises(HandoffExpired):
             rank.receiver.find("h")
-        await rank.stub.Open(_OPEN, timeout=10)
+        await rank.stub.Open(_opening(), timeout=10)
         assert rank.receiver.find("h")
 
 
 def test_no_slot_is_made_of_a_block_that_is_not_in_the_pool() -> None:
     """This is the only bounds check before the kernels of engine/cpu/wire.h and of the GPU."""
-    pool = _config().pool
+    pool = link_config(_LAYOUT).pool
     assert slots_of(pool, [3, 1, 8], 4, 8).tolist() == [28, 29, 30, 31, 8, 9, 10, 11]
     for blocks in ([3, _NUM_BLOCKS], [3, -1], [3, 1 << 60], [3]):
         with pytest.raises(TransferError, match="are outside the pool"):
             slots_of(pool, blocks, 0, 16)
     opening = Opening(handoff="h", num_tokens=16, max_tokens=16, block_ids=(3, 999_999_999))
-    receiver = Receiver(_config(), rendezvous=RankServicer().rendezvous, on_landed=lambda landing: None)
+    receiver = Receiver(link_config(_LAYOUT), rendezvous=RankServicer().rendezvous, on_landed=lambda landing: None)
     with pytest.raises(TransferError):
         receiver.open(opening)
 
@@ -195,7 +160,7 @@ def test_no_slot_is_made_of_a_block_that_is_not_in_the_pool() -> None:
 )
 async def test_an_announcement_that_cannot_be_meant_ends_its_own_link(frame: pb.SenderFrame) -> None:
     async with _rank() as rank:
-        await rank.stub.Open(_OPEN, timeout=10)
+        await rank.stub.Open(_opening(), timeout=10)
         assert await rank.hears(pb.SenderFrame(hello=_HELLO), frame) == ["welcome"]
         assert not any(codes.any() for codes in rank.receiver.config.pool.codes)
 
@@ -217,7 +182,7 @@ def test_a_segment_of_layers_that_its_sender_has_no_heads_of_is_invalid() -> Non
 
 async def test_payloads_that_are_announced_and_never_come_do_not_pile_up() -> None:
     async with _rank() as rank:
-        await rank.stub.Open(_OPEN, timeout=10)
+        await rank.stub.Open(_opening(), timeout=10)
         frames = [_segment(number=number) for number in range(5000)]
         assert set(await rank.hears(pb.SenderFrame(hello=_HELLO), *frames)) <= {"welcome"}
 
@@ -255,125 +220,69 @@ async def test_call_without_a_hello_ends() -> None:
 
 
 async def test_a_transfer_goes_on_beside_links_that_are_refused_or_broken_off() -> None:
-    async with _rank() as rank:
-        sender, shipments = _sender()
-        for number in range(5):
-            await rank.stub.Open(pb.OpenRequest(**_fields(_OPEN) | {"handoff": f"h{number}"}), timeout=10)
-            transfer = sender.begin(_handoff(rank.address, id=f"h{number}"), [0, 1, 2])
-            assert transfer
-            transfer.layer_ready(0, 0, _NUM_TOKENS)
-            assert await rank.hears(pb.SenderFrame(hello=_HELLO), _segment(num_layers=9)) == ["welcome"]
-            assert await rank.rejects("Open", pb.OpenRequest(handoff="x", block_ids=[1 << 30]), "block_ids")
-            transfer.layer_ready(1, 0, _NUM_TOKENS)
-            transfer.commit(_NUM_TOKENS, [7])
-            assert (await asyncio.wait_for(rank.landings.get(), 10)).handoff == f"h{number}"
-            assert (await asyncio.wait_for(shipments.get(), 10)).error is None
-        await sender.close()
+    async with _rank() as rank, _sender() as sender:
+        await rank.stub.Open(_opening(), timeout=10)
+        transfer = sender.senders[0].begin(_handoff(rank.made.addresses), [0, 1, 2])
+        assert transfer
+        transfer.layer_ready(0, 0, _NUM_TOKENS)
+        assert await rank.hears(pb.SenderFrame(hello=_HELLO), _segment(num_layers=9)) == ["welcome"]
+        assert await rank.rejects("Open", pb.OpenRequest(handoff="x", block_ids=[1 << 30]), "block_ids")
+        transfer.layer_ready(1, 0, _NUM_TOKENS)
+        transfer.commit(_NUM_TOKENS, [7])
+        await rank.made.landed()
+        assert (await sender.shipped()).error is None
         assert (rank.receiver.config.pool.codes[1][[3, 1]] == 1.5).all()
 
 
-class FakeDevice:
-    """Event that records the threads that use it, because each may block on the device."""
+class FakeDevice(streams.AtOnce):
+    """Device that records the threads that use it, because each may block on it."""
 
     is_at_once = False
 
     def __init__(self) -> None:
         self.threads: set[int] = set()
 
-    def streams_of(self, device: torch.device) -> FakeDevice:
-        return self
-
-    def mark(self) -> FakeDevice:
-        self.threads.add(threading.get_ident())
-        return self
-
-    device_stream = mark
-
-    def __getattr__(self, name: str) -> Any:
-        self.threads.add(threading.get_ident())
-        return getattr(streams.AtOnce(), name)
+    def __getattribute__(self, name: str) -> Any:
+        if name != "threads":
+            self.threads.add(threading.get_ident())
+        return super().__getattribute__(name)
 
 
 async def test_event_loop_never_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device may lag many steps behind, and waiting for it on the event loop would block every other call."""
-    async with _rank() as rank:
-        sender, _ = _sender()
+    async with _rank() as rank, _sender() as sender:
         device = FakeDevice()
-        monkeypatch.setattr(streams, "streams_of", device.streams_of)
-
-        def ship() -> None:  # as the step thread does
-            transfer = sender.begin(_handoff(rank.address), [0, 1, 2])
-            assert transfer
-            for layer in range(2):
-                transfer.layer_ready(layer, 0, _NUM_TOKENS)
-            transfer.commit(_NUM_TOKENS, [7])
-
-        await rank.stub.Open(_OPEN, timeout=10)
+        monkeypatch.setattr(streams, "streams_of", lambda of: device)
+        await rank.stub.Open(_opening(), timeout=10)
         assert device.threads, "slots were not brought to it"
-        await asyncio.to_thread(ship)
-        await asyncio.wait_for(rank.landings.get(), 10)
+        await asyncio.to_thread(sender.ship, _handoff(rank.made.addresses), [0, 1, 2])  # as the step thread does
+        await rank.made.landed()
         await rank.stub.Close(pb.CloseRequest(handoff="h"), timeout=10)
-        await sender.close()
     assert threading.get_ident() not in device.threads
 
 
 async def test_only_the_replica_that_a_handoff_names_fills_it() -> None:
     """This holds even if another replica knows the handoff's id."""
-    async with _rank() as rank:
-        sender, shipments = _sender()
-
-        async def ship(id: str) -> TransferError | None:
-            transfer = sender.begin(_handoff(rank.address, id=id), [0, 1, 2])
-            assert transfer
-            for layer in range(2):
-                transfer.layer_ready(layer, 0, _NUM_TOKENS)
-            transfer.commit(_NUM_TOKENS, [7])
-            return (await asyncio.wait_for(shipments.get(), 10)).error
-
+    async with _rank() as rank, _sender() as sender:
         own = str(named("decode-0")).partition("/")[0]
-        for id, by in (("theirs", "prefill-3"), ("ours", own)):
-            blocks = [3, 1, 8] if by == own else [2, 4, 5]
-            opening = _fields(_OPEN) | {"handoff": id, "sender": by, "block_ids": blocks}
-            await rank.stub.Open(pb.OpenRequest(**opening), timeout=10)
-        error = await ship("theirs")
-        assert error and "another replica sends it" in str(error)
-        assert await ship("ours") is None
-        assert (await asyncio.wait_for(rank.landings.get(), 10)).handoff == "ours"
-        await sender.close()
+        await rank.stub.Open(_opening(handoff="theirs", sender="prefill-3", block_ids=[2, 4, 5]), timeout=10)
+        await rank.stub.Open(_opening(handoff="ours", sender=own), timeout=10)
+        sender.ship(_handoff(rank.made.addresses, id="theirs"), [0, 1, 2])
+        assert "another replica sends it" in str((await sender.shipped()).error)
+        sender.ship(_handoff(rank.made.addresses, id="ours"), [0, 1, 2])
+        assert (await sender.shipped()).error is None
+        assert (await rank.made.landed()).handoff == "ours"
         pool = rank.receiver.config.pool
         assert all((codes[[3, 1]] == 1.5).all() and not codes[[2, 4, 5]].any() for codes in pool.codes)
 
 
-def _sender() -> tuple[Sender, asyncio.Queue[Shipment]]:
-    """Create a sender with a pool full of 1.5, and a queue of its shipments. The caller closes it."""
-    shipments: asyncio.Queue[Shipment] = asyncio.Queue()
-    loop = asyncio.get_running_loop()
-    sender = Sender(
-        _config(),
-        loop=loop,
-        on_shipped=lambda shipment: loop.call_soon_threadsafe(shipments.put_nowait, shipment),
-    )
-    for codes in sender.pool.codes:
-        codes.fill_(1.5)
-    return sender, shipments
+def _opening(**changes: Any) -> pb.OpenRequest:
+    fields = {"handoff": "h", "num_tokens": _NUM_TOKENS, "max_tokens": _NUM_TOKENS, "block_ids": [3, 1, 8]}
+    return pb.OpenRequest(**fields | changes)
 
 
-def _fields(request: pb.OpenRequest) -> dict[str, Any]:
-    return {field.name: getattr(request, field.name) for field, _ in request.ListFields()}
-
-
-def _handoff(*ranks: str, id: str = "h") -> Handoff:
-    return Handoff(
-        id=id,
-        epoch=1,
-        replica="decode-0",
-        ranks=ranks,
-        layout=_LAYOUT.fingerprint,
-        num_tokens=_NUM_TOKENS,
-        max_tokens=_NUM_TOKENS,
-        first_token=0,
-        ttl_s=10.0,
-    )
+def _handoff(ranks: list[str], *, id: str = "h") -> Handoff:
+    return handoff_to(ranks, _NUM_TOKENS, id=id)
 
 
 # Rendezvous and reports of the ranks of one replica.
@@ -456,11 +365,11 @@ async def test_a_report_that_no_rank_of_ours_would_make_is_refused(field: str, r
 async def test_a_prefix_is_not_shipped_along_a_ticket_that_cannot_be(field: str, changes: dict[str, Any]) -> None:
     posted: list[Callable[[], None]] = []
     servicer, server = FetchServicer(), aio.server()
-    servicer.fetch_serving = FetchServing(SimpleNamespace(), _LAYOUT, posted.append)  # type: ignore[arg-type]
+    servicer.served_fetches, servicer.post = SimpleNamespace(layout=_LAYOUT), posted.append  # type: ignore[assignment]
     worker_pb2_grpc.add_PrefixFetchServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    handoff = replace(_handoff("127.0.0.1:1"), max_tokens=24, **changes)
+    handoff = replace(_handoff(["127.0.0.1:1"]), max_tokens=24, **changes)
     hashes = bytes(3 * 16 - (field == "hashes"))
     async with aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         request = worker_pb2.FetchRequest(handoff=handoff_to_proto(handoff), hashes=hashes)
@@ -482,11 +391,5 @@ def test_rendezvous_store_is_bounded() -> None:
     assert rendezvous.get("key/9", timeout_s=1) == b"another"
     rendezvous.forget("key/")
     assert len(rendezvous) == 0
-
-
-def test_check_names_the_field() -> None:
-    with pytest.raises(RequestError) as rejected:
-        Receiver(_config(), rendezvous=RankServicer().rendezvous, on_landed=lambda landing: None).checked(
-            Opening(handoff="h", num_tokens=8, max_tokens=8, block_ids=(99,))
-        )
-    assert rejected.value.param == "block_ids"
+    # The watchdog of an NCCL group asks.
+    assert not PrefixStore("link", local_store(rendezvous, timeout_s=1)).check(["exception_dump"])

@@ -1,34 +1,19 @@
-"""KV transfer between the pools of two processes, on CPUs and on GPUs."""
+"""KV transfer between the pools of two processes, on CPUs and on GPUs, and its measurement."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import asdict, replace
-from multiprocessing.connection import Connection
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
 
-from core.rpc import transfer_pb2_grpc as rpc
-from core.types.handoff import Handoff
-from core.wire.channel import listen, make_server
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
-from kvtransfer.links.link import LinkGuard
-from kvtransfer.protocol.frames import Opening
-from kvtransfer.protocol.rank_transfer import Shipment
-from kvtransfer.protocol.segment import Segment
+from kvtransfer.profile.near_side import NearSide
+from kvtransfer.protocol.frames import Opening, Segment
 from kvtransfer.transfer.codec import codec_for, slots_of
-from kvtransfer.transfer.link_config import LinkConfig
-from kvtransfer.transfer.rank_servicer import RankServicer
-from kvtransfer.transfer.receiver import Receiver
-from kvtransfer.transfer.sender import Sender
-from tests.support.forks import forks
-from tests.support.identities import in_clear, rank
+from tests.kvtransfer.replicas import far_replica, handoff_to, replica
 
 _LAYOUT = KVLayout(model="m", num_layers=4, num_kv_heads=4, head_dim=64, block_size=16, dtype="bfloat16")
 _NUM_BLOCKS, _NUM_TOKENS = 24, 187  # ends within a block, and within a word of the last payload
@@ -42,9 +27,7 @@ _THEIRS = [
 @pytest.mark.timeout(110)  # kernels may have to be compiled first
 @pytest.mark.parametrize(
     ("pool_dtype", "wire"),
-    [
-        *(("bfloat16", "raw"), ("bfloat16", "fp8_e4m3"), ("bfloat16", "int4"), ("fp8_e4m3", "raw"), ("int4", "raw")),
-    ],
+    [("bfloat16", "raw"), ("bfloat16", "fp8_e4m3"), ("bfloat16", "int4"), ("fp8_e4m3", "raw"), ("int4", "raw")],
 )
 @pytest.mark.parametrize(("device", "link"), [("cpu", "tcp"), pytest.param("cuda", "nccl", marks=pytest.mark.gpu)])
 def test_kv_is_equal_after_the_transfer(device: str, link: str, pool_dtype: str, wire: str) -> None:
@@ -54,51 +37,25 @@ def test_kv_is_equal_after_the_transfer(device: str, link: str, pool_dtype: str,
 
 async def _carry_over(device: str, link: str, pool_dtype: str, wire: str) -> None:
     layout = replace(_LAYOUT, dtype=pool_dtype)
-    config = _config("prefill-0", layout, device=device, link=link, wire=wire)
-    kv = _filled(config.pool)
-    shipments: asyncio.Queue[Shipment] = asyncio.Queue()
-    loop = asyncio.get_running_loop()
-    async with _far_side(layout, device=device, link=link, wire=wire) as (address, orders):
-        sender = Sender(
-            config,
-            loop=loop,
-            on_shipped=lambda x: loop.call_soon_threadsafe(shipments.put_nowait, x),
-            group_bytes=40_000,
-        )
-        for i in range(len(_THEIRS)):
-            transfer = sender.begin(_handoff(address, f"h{i}", layout), _OURS)
-            assert transfer
-            begin = 0
-            for end in (50, 130, _NUM_TOKENS):
-                for layer in range(layout.num_layers):
-                    transfer.layer_ready(layer, begin, end)
-                begin = end
-            transfer.commit(_NUM_TOKENS)
-        for _ in _THEIRS:
-            async with asyncio.timeout(90):
-                assert (await shipments.get()).error is None
-        orders.send("read")
-        landed = await asyncio.to_thread(orders.recv)
-        await sender.close()
+    config = {"num_blocks": _NUM_BLOCKS, "device": device, "link": link, "wire": wire}
+    openings = [
+        Opening(handoff=f"h{i}", num_tokens=_NUM_TOKENS, max_tokens=_NUM_TOKENS, block_ids=tuple(blocks))
+        for i, blocks in enumerate(_THEIRS)
+    ]
+    with far_replica(layout, openings, **config) as far:
+        async with replica(layout, group_bytes=40_000, **config) as near:
+            kv = _filled(near.pools[0])
+            for i in range(len(_THEIRS)):
+                near.ship(handoff_to([far.address], _NUM_TOKENS, id=f"h{i}"), _OURS, chunks=(50, 130, _NUM_TOKENS))
+            for _ in _THEIRS:
+                assert (await near.shipped()).error is None
+            landed = await asyncio.to_thread(far.read)
     expected = KVPool(layout, num_blocks=_NUM_BLOCKS, device=torch.device("cpu"))
     for blocks in _THEIRS:
         _carry(kv, expected, blocks, wire)
     assert kv.codes[0].view(torch.uint8).any()
     for ours, theirs in zip([*expected.codes, *expected.scales], landed, strict=True):
         assert torch.equal(ours.view(torch.uint8), torch.from_numpy(theirs))
-
-
-def _config(replica: str, layout: KVLayout, *, device: str, link: str, wire: str) -> LinkConfig:
-    return LinkConfig(
-        rank=0,
-        identity=in_clear(rank(replica)),
-        pool=KVPool(layout, num_blocks=_NUM_BLOCKS, device=torch.device(device)),
-        wire_dtype=wire,
-        backend=link,
-        host="127.0.0.1",
-        timeout_s=60.0,
-        guard=LinkGuard(bytes(32)),
-    )
 
 
 def _filled(pool: KVPool) -> KVPool:
@@ -124,47 +81,22 @@ def _carry(source: KVPool, target: KVPool, blocks: list[int], wire: str) -> None
     codec.unpack(payload, target, segment, heads, slots_of(target, blocks, 0, _NUM_TOKENS))
 
 
-def _handoff(address: str, id: str, layout: KVLayout) -> Handoff:
-    return Handoff(
-        id=id,
-        epoch=1,
-        replica="decode-0",
-        ranks=(address,),
-        layout=layout.fingerprint,
-        num_tokens=_NUM_TOKENS,
-        max_tokens=_NUM_TOKENS,
-        first_token=0,
-        ttl_s=60,
+def test_unlike_and_plain_layers_are_measured() -> None:
+    """The far process gets the layout as JSON and must arrive at the same fingerprint."""
+    layout = KVLayout(
+        model="m",
+        num_layers=3,
+        num_kv_heads=(4, 2, 4),
+        head_dim=(16, 32, 16),
+        block_size=16,
+        dtype="int8",
+        plain_layers=(1,),
     )
-
-
-@asynccontextmanager
-async def _far_side(layout: KVLayout, **how: str) -> AsyncIterator[tuple[str, Connection]]:
-    ours, theirs = forks.Pipe()
-    process = forks.Process(target=_receive, args=(theirs, asdict(layout), how), daemon=True)
-    process.start()
-    try:
-        yield await asyncio.to_thread(ours.recv), ours
-    finally:
-        process.kill()
-        process.join(10)
-
-
-def _receive(orders: Connection, layout: dict[str, Any], how: dict[str, str]) -> None:
-    os.environ["NCCL_HOSTID"] = "the peer's"  # allows two NCCL ranks on one GPU
-    asyncio.run(_serve(orders, KVLayout(**layout), how))
-
-
-async def _serve(orders: Connection, layout: KVLayout, how: dict[str, str]) -> None:
-    config = _config("decode-0", layout, device=how["device"], link=how["link"], wire=how["wire"])
-    servicer = RankServicer()
-    receiver = servicer.receiver = Receiver(config, rendezvous=servicer.rendezvous, on_landed=lambda landing: None)
-    for i, blocks in enumerate(_THEIRS):
-        receiver.open(Opening(handoff=f"h{i}", num_tokens=_NUM_TOKENS, max_tokens=_NUM_TOKENS, block_ids=tuple(blocks)))
-    server = make_server(config.identity)
-    rpc.add_RankServicer_to_server(servicer, server)
-    orders.send(f"127.0.0.1:{listen(server, '127.0.0.1:0', config.identity)}")
-    await server.start()
-    assert await asyncio.to_thread(orders.recv) == "read"
-    orders.send([part.view(torch.uint8).cpu().numpy() for part in [*config.pool.codes, *config.pool.scales]])
-    await server.wait_for_termination()
+    with NearSide() as near:
+        pool = KVPool(layout, num_blocks=2, device=torch.device("cpu"))
+        sender = near.sender(pool, wire_dtype="raw", backend="tcp")
+        transfer = sender.begin(20)
+        transfer.all_layers_ready(0, 20)
+        transfer.commit(20, [1])
+        shipment, _ = sender.finish(transfer)
+    assert shipment.wire_bytes > 20 * layout.bytes_per_token()
