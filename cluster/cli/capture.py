@@ -10,8 +10,8 @@ from typing import Annotated, Any, BinaryIO
 
 import typer
 
-from cluster.cli.connection import ask_deployed, find_state, join_controller
-from cluster.cli.deploy import Name
+from cluster.cli.connection import ask, ask_deployed, find_state, join_controller
+from cluster.cli.options import Name
 from core.types.errors import SpecError
 
 capture = typer.Typer(no_args_is_help=True, help="Record live traffic: hashes, lengths and times, never text.")
@@ -41,8 +41,6 @@ def stop(
     Requests in flight are left out.
     """
     controller = join_controller(find_state(name))
-    from cluster.launch.driver import ask
-
     if ask(controller, "capture") is None:
         raise SpecError("no capture is running; start one with `cluster capture start`")
     time.sleep(_REPORTED_S)

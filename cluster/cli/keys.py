@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cluster.cli.connection import ask_deployed
-from cluster.cli.deploy import Name
+from cluster.cli.console import columns
+from cluster.cli.options import Name
 from core.types.errors import DeployError
 
 if TYPE_CHECKING:
@@ -64,8 +65,6 @@ def list_keys(
     if as_json:
         print(json.dumps([_public(one) for one in registry.keys], indent=1))
         return
-    from cluster.cli.console import columns
-
     rows = [["NAME", "ID", "TENANT", "RPM", "TPM", "CONCURRENCY", "MAX TOKENS", "PRIORITY"]]
     for one in registry.keys:
         limits = (one.rpm, one.tpm, one.concurrency, one.max_tokens)

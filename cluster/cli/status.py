@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 import typer
 
 from cluster.cli.connection import find_state, join_controller
-from cluster.cli.deploy import TLS_IS_OFF, AsJson, Name
+from cluster.cli.console import columns
+from cluster.cli.deploy import TLS_IS_OFF
+from cluster.cli.options import AsJson, Name
 from core.types.errors import DeployError, NotDeployed
 
 if TYPE_CHECKING:  # Ray must not be imported before local_ray.join()
@@ -69,7 +71,6 @@ def _update_lines(revision: RevisionReport) -> list[str]:
 
 def as_text(report: DeploymentReport) -> str:
     """Format the report as text."""
-    from cluster.cli.console import columns
     from cluster.launch.endpoints import openai_urls
 
     rows = [["REPLICA", "STATE", "NODE", "DEVICES", "BLOCKS", "FREE", "CACHED", "RUNNING", "WAITING", ""]]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from cluster.cli.deploy import AsJson, Name
-from cluster.cli.routers import Admin, RequestId, remembered
+from cluster.cli.connection import remembered
+from cluster.cli.console import columns
+from cluster.cli.options import Admin, AsJson, Name, RequestId
 from core.types.timeline import Span, critical_path, spans_of
 
 # Width of the timeline in characters.
@@ -109,8 +110,6 @@ def explain(
 
 
 def _options_table(options: list[dict[str, Any]]) -> str:
-    from cluster.cli.console import columns
-
     rows = [["PREFILL", "DECODE", "PULL FROM", *(part.removesuffix("_s").upper() for part in _PARTS)]]
     for option in options:
         names = [option["prefill"] or "-", option["decode"], option["fetch_from"] or "-"]
@@ -119,8 +118,6 @@ def _options_table(options: list[dict[str, Any]]) -> str:
 
 
 def _replicas_table(replicas: dict[str, dict[str, Any]]) -> str:
-    from cluster.cli.console import columns
-
     rows = [
         ["REPLICA", "CACHED", "QUEUE ms", "STREAMS", "BLOCKS", "STEP ms", "TOKEN us", "PAIR ns", "CONTEXT ns", "MB/S"]
     ]

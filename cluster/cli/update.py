@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cluster.cli.connection import find_state, join_controller
-from cluster.cli.deploy import Name, WaitForNodes
+from cluster.cli.connection import ask, find_state, join_controller
+from cluster.cli.console import columns, reporter
+from cluster.cli.options import Name, WaitForNodes
 from core.types.errors import DeployError, SpecError
 
 if TYPE_CHECKING:
@@ -63,9 +64,6 @@ def update(
     begin = time.monotonic()
     state = find_state(name)
     controller = join_controller(state)
-    from cluster.cli.console import reporter
-    from cluster.launch.driver import ask
-
     deadline = None if timeout is None else begin + timeout
     if abort:
         revision = ask(controller, "abort_update")
@@ -128,7 +126,6 @@ def _sources(spec: Spec) -> set[str]:
 
 def _as_text(changes: Sequence[SpecChange], now: ControllerReport, *, restarts_all: bool) -> str:
     """Format the effect of an update as text."""
-    from cluster.cli.console import columns
     from cluster.rollout.spec_diff import Needs
     from cluster.rollout.updater import roles_of
 
@@ -149,8 +146,6 @@ def _as_text(changes: Sequence[SpecChange], now: ControllerReport, *, restarts_a
 
 def _await_end(controller: Any, report: Reporter, *, deadline: float | None) -> str:
     """Wait until the update ends. Returns its outcome. Raises DeployError if it was rolled back, or at the deadline."""
-    from cluster.launch.driver import ask
-
     message, was_returning = "", False
     while True:
         now: ControllerReport = ask(controller, "status")

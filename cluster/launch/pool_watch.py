@@ -44,12 +44,6 @@ def await_ready(
     return pools
 
 
-def failures_so_far(controller: Any) -> set[str]:
-    """Return the replicas that have failed already, for await_ready to ignore."""
-    pools: Pools = ask(controller, "status")["pools"]
-    return {failure["replica"] for pool in pools.values() for failure in pool["failures"]}
-
-
 def _is_settled(pool: PoolReport) -> bool:
     return pool["ready"] == pool["desired"] == len(pool["replicas"])
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from cluster.cli.console import columns
 from cluster.cli.planning.simulate import Simulator
 from core.types.errors import SpecError
 
@@ -102,8 +103,6 @@ def memory_report(source: str) -> dict[str, Any]:
 
 
 def memory_table(report: dict[str, Any]) -> str:
-    from cluster.cli.console import columns
-
     sizes = ", ".join(f"{size / 2**30:.2f} GiB in {name}" for name, size in report["weight_bytes"].items())
     lines = [
         f"{report['model']}, blocks of {report['block_size']} tokens",
@@ -130,7 +129,6 @@ def formats_report(
     source: str, profile: str | None, memory_gib: float, batch: int, context: int, *, as_json: bool
 ) -> str:
     """Return the table of formats, or its JSON."""
-    from cluster.cli.console import columns
     from core.model import config as model_config
     from core.model import source as model_source
     from core.model.kv_memory import QUANTIZED

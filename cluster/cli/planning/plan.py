@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cluster.cli.deploy import AsJson, Name
+from cluster.cli.console import columns, say
+from cluster.cli.options import AsJson, HostTokens, MaxRequests, Name, ProfileName, Speedup
 from cluster.cli.planning.draft_options import DraftPass, DraftsOption, draft_lines, lines_table
 from cluster.cli.planning.memory import formats_report, memory_report, memory_table
-from cluster.cli.planning.simulate import HostTokens, ProfileName, Simulator, Speedup, pools_of, running_deployment
+from cluster.cli.planning.simulate import Simulator, pools_of, running_deployment
 from core.trace.trace import read_trace
 from core.types.errors import SpecError
 
@@ -31,7 +31,7 @@ def plan(
     slo_itl_ms: Annotated[float, typer.Option(help="Limit for a request's mean inter-token latency.")] = 25.0,
     good: Annotated[float, typer.Option(min=0, max=1, help="Share of requests that must meet both limits.")] = 0.95,
     max_replicas: Annotated[int, typer.Option(min=2, help="Maximum number of replicas.")] = 16,
-    max_requests: Annotated[int | None, typer.Option(min=1, help="Maximum number of requests.")] = None,
+    max_requests: MaxRequests = None,
     block_size: Annotated[int | None, typer.Option(min=1, help="Tokens per block; default: the spec's.")] = None,
     host_tokens: HostTokens = 0,
     speedup: Speedup = 1.0,
@@ -116,7 +116,7 @@ def plan(
         slo_itl_s=slo_itl_ms / 1e3,
         good_share=good,
         max_replicas=max_replicas,
-        tried=lambda c: print(f"{_name(c)}: {c.good_share:.1%} within the SLO", file=sys.stderr, flush=True),
+        tried=lambda c: say(f"{_name(c)}: {c.good_share:.1%} within the SLO"),
     )
     if plot:
         from planner.simulator.plot import plot as draw
@@ -163,8 +163,6 @@ def _as_tree(found: CapacityPlan) -> dict[str, Any]:
 
 
 def _table(found: CapacityPlan, *, times: str) -> str:
-    from cluster.cli.console import columns
-
     titles = ["", "TOPOLOGY", "THREADS", "CHUNK", "USD/H", "WITHIN SLO", "GOODPUT/s"]
     rows = [[*titles, "TTFT P50 ms", "P99", "ITL P50 ms", "P99", "REUSED"]]
     shown = [*found.frontier, *(c for c in (found.apart, found.colocated) if c not in found.frontier)]

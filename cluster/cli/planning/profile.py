@@ -8,18 +8,16 @@ import os
 import platform
 import secrets
 import statistics
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cluster.cli.connection import find_state, join_controller
-from cluster.cli.deploy import Name
-from cluster.cli.endpoint_options import ApiKeyOption, access_to
-from cluster.cli.planning import model_options as options
-from core.types.errors import ClusterError, SpecError
+from cluster.cli import options
+from cluster.cli.connection import access_to, ask_routers_of, find_state
+from cluster.cli.console import columns, say
+from core.types.errors import SpecError
 
 if TYPE_CHECKING:
     from core.types.step_timing import StepTiming
@@ -50,11 +48,11 @@ def profile(
     live: Annotated[
         bool, typer.Option("--live", help="Use the rates that a deployment learned under its last load instead.")
     ] = False,
-    name: Name = None,
+    name: options.Name = None,
     endpoint: Annotated[str | None, typer.Option(help="http://HOST:PORT of a router, for --live.")] = None,
     admin: Annotated[str | None, typer.Option(help="HOST:PORT of its admin endpoint, for --live.")] = None,
     usd_per_hour: Annotated[float, typer.Option(min=0.0001, help="Cost of one replica, for `cluster plan`.")] = 1.0,
-    api_key: ApiKeyOption = None,
+    api_key: options.ApiKeyOption = None,
 ) -> None:
     """Measure the step times of a model on this machine, and its link rates, for `cluster simulate`.
 
@@ -90,14 +88,14 @@ def _measured(
 ) -> dict[str, Any]:
     from engine.tools.step_profile import profile_steps
 
-    _say(f"measuring steps of {model_dir.name}, alone and with up to {num_replicas} concurrent replicas")
+    say(f"measuring steps of {model_dir.name}, alone and with up to {num_replicas} concurrent replicas")
     measured = profile_steps(model_dir, **of, num_replicas=num_replicas, seconds=seconds)
     wider = []
     for width in _widths(of["threads"]):
-        _say(f"measuring steps of one replica with {width * of['threads']} threads")
+        say(f"measuring steps of one replica with {width * of['threads']} threads")
         wide = profile_steps(model_dir, **of | {"threads": width * of["threads"]}, num_replicas=1, seconds=seconds)
         wider.append({"width": width} | _steps(wide["prefill"], wide["decode"]))
-    _say("measuring KV transfers between processes")
+    say("measuring KV transfers between processes")
     return {
         "derivation": [
             "steps: least squares over prompts of several lengths; decode_steps: over several batches and contexts.",
@@ -153,20 +151,12 @@ def _router(
     name: str | None, endpoint: str | None, admin: str | None, api_key: str | None
 ) -> tuple[str, EndpointAccess, list[dict[str, Any]]]:
     """Return the HTTP endpoint of a router, the access to it, and the replicas as that router shows them."""
-    from cluster.launch.router_admin import ask_at, ask_routers
-
     if (endpoint is None) != (admin is None):
         raise SpecError("--endpoint and --admin: give both, of the same router")
-    if endpoint and admin:
-        http, access, answers = endpoint, access_to(None, api_key), ask_at(admin, "/debug/view")
-    else:
-        state = find_state(name)
-        if state.joined_ray is None:
-            join_controller(state)
-        http, access, answers = state.http, access_to(state, api_key), ask_routers(state, "/debug/view")
-    if not answers:
-        raise ClusterError("no router answers; see `cluster status`")
-    return http, access, answers[0].json().get("replicas", [])
+    state = None if endpoint else find_state(name)
+    answers = ask_routers_of(name, admin, "/debug/view")
+    http = endpoint or (state.http if state else "")
+    return http, access_to(state, api_key), answers[0].json().get("replicas", [])
 
 
 async def _first_token_s(http: str, access: EndpointAccess) -> float:
@@ -247,8 +237,6 @@ def _copied_bytes_per_s() -> float:
 
 
 def _table(tree: dict[str, Any]) -> str:
-    from cluster.cli.console import columns
-
     rows = [["", "STEP ms", "TOKEN us", "PAIR ns", "CONTEXT ns"]]
     kinds = [(tree["steps"], "prompts"), (tree["decode_steps"], "decoding")]
     for wide in tree.get("wider", []):
@@ -266,7 +254,3 @@ def _table(tree: dict[str, Any]) -> str:
             f"link: {link['latency_s'] * 1e3:.2f} ms + bytes / {link['bytes_per_s'] / 1e6:,.0f} MB/s",
         ]
     )
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

@@ -9,8 +9,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cluster.cli.connection import find_state, join_controller
-from cluster.cli.deploy import AsJson, Name
+from cluster.cli.connection import ask, find_state, join_controller
+from cluster.cli.console import columns
+from cluster.cli.options import (
+    AsJson,
+    HostTokens,
+    MaxRequests,
+    Name,
+    ProfileName,
+    Scale,
+    SloItl,
+    SloTtft,
+    Speedup,
+)
 from cluster.cli.planning.draft_options import DraftPass, DraftsOption, with_drafts
 from core.trace.trace import TraceRequest, read_trace
 from core.types.errors import ClusterError, NotDeployed, SpecError
@@ -20,29 +31,20 @@ if TYPE_CHECKING:
     from planner.simulator.fleet_setup import FleetSetup
     from planner.simulator.profile import Profile
 
-TraceFile = Annotated[Path, typer.Option("--trace", help="Trace to replay.")]
-ProfileName = Annotated[str | None, typer.Option("--profile", help="JSON file, or the name of a shipped profile.")]
-BlockSize = Annotated[int, typer.Option(min=1, help="Tokens per block.")]
-HostTokens = Annotated[int, typer.Option(min=0, help="Host-memory tier of each replica, in tokens.")]
-Speedup = Annotated[float, typer.Option(help="Factor on the arrival rate of the trace.")]
-Scale = Annotated[str, typer.Option("--scale-tokens", metavar="SHARE", help="Factor on all lengths, such as 1/16.")]
-SloTtft = Annotated[float | None, typer.Option("--slo-ttft-ms", help="TTFT limit for goodput.")]
-SloItl = Annotated[float | None, typer.Option("--slo-itl-ms", help="Mean ITL limit for goodput.")]
-PolicyName = Annotated[str, typer.Option(help="cost, prefix, least_loaded, round_robin or your own MODULE:NAME.")]
-EvictionName = Annotated[str, typer.Option(help="reuse_value, lru or your own MODULE:NAME.")]
-
 
 def simulate(
-    trace: TraceFile,
+    trace: Annotated[Path, typer.Option("--trace", help="Trace to replay.")],
     topology: Annotated[str, typer.Option(help="Topology such as 8P8D, or 0P8D for colocated roles, or a spec file.")],
-    policy: PolicyName = "cost",
+    policy: Annotated[
+        str, typer.Option(help="cost, prefix, least_loaded, round_robin or your own MODULE:NAME.")
+    ] = "cost",
     kv_tokens_per_replica: Annotated[
         int | None, typer.Option(min=1, help="KV pool of a replica in tokens; default: the profile's.")
     ] = None,
-    block_size: BlockSize = 64,
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens per block.")] = 64,
     host_tokens: HostTokens = 0,
     fetch: Annotated[bool, typer.Option(help="With policy cost: let replicas fetch blocks from each other.")] = True,
-    eviction: EvictionName = "reuse_value",
+    eviction: Annotated[str, typer.Option(help="reuse_value, lru or your own MODULE:NAME.")] = "reuse_value",
     speedup: Speedup = 1.0,
     scale_tokens: Scale = "1",
     slo_ttft_ms: SloTtft = None,
@@ -50,7 +52,7 @@ def simulate(
     profile: ProfileName = None,
     drafts: DraftsOption = None,
     draft_pass_ms: DraftPass = 0.0,
-    max_requests: Annotated[int | None, typer.Option(min=1, help="Maximum number of requests.")] = None,
+    max_requests: MaxRequests = None,
     name: Name = None,
     as_json: AsJson = False,
 ) -> None:
@@ -134,14 +136,13 @@ def running_deployment(name: str | None) -> tuple[dict[str, Any], Profile] | Non
             raise
         return None
     controller = join_controller(state)
-    from cluster.launch import driver
     from core.process.ports import is_chosen
     from core.spec.schema import AutoscaleSpec, Spec
     from core.trace.traffic import ReplicaReport
     from planner.autoscaler.live_fleets import fleets_of
 
-    spec = Spec.model_validate(driver.ask(controller, "status")["spec"])
-    replicas = [ReplicaReport.of(tree) for tree in driver.ask(controller, "autoscaling")["replicas"]]
+    spec = Spec.model_validate(ask(controller, "status")["spec"])
+    replicas = [ReplicaReport.of(tree) for tree in ask(controller, "autoscaling")["replicas"]]
     try:
         profile = fleets_of(spec, AutoscaleSpec(), replicas).profile
     except ClusterError as error:
@@ -168,8 +169,6 @@ def pools_of(spec: Spec) -> dict[str, Any]:
 
 
 def _table(report: dict[str, Any]) -> str:
-    from cluster.cli.console import columns
-
     rows = [["", "MEAN", "P50", "P90", "P99"]]
     for key, title in (("ttft_ms", "TTFT ms"), ("itl_ms", "ITL ms")):
         rows.append([title, *(f"{report[key][q]:,.1f}" for q in ("mean", "p50", "p90", "p99"))])
