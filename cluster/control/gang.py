@@ -24,10 +24,11 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.control.desired_state import Desired, namespace
+from cluster.control.desired_state import Desired
 from cluster.control.placement import NO_FAILURES, Node, bundle, live_nodes, preferred_node, why_pending
 from cluster.control.replica import parse_rank_name, rank_name, role_of
 from cluster.ray.rank_actor import CONCURRENCY_GROUPS, RankActor
+from cluster.ray.store import namespace
 from core.identity.process_name import ProcessName
 from core.types.errors import RankUnreachable, ReplicaFailed
 from core.types.rank_api import Binding

@@ -138,8 +138,6 @@ class _Place:
     owns_serve: bool = True
     # Local Ray of the deployment whose endpoints this one uses.
     lent_ray: local_ray.LocalRay | None = None
-    # Number of routers that must see the replicas.
-    num_routers: int = 1
 
     @property
     def is_attached(self) -> bool:
@@ -219,7 +217,7 @@ def _join_ray(spec: Spec, address: str, *, wait_for_nodes: bool, say: Callable[[
     lent = attached_endpoints.attach(spec) if spec.router.endpoints else None
     is_one_machine = len({node.ip for node in nodes}) == 1 and not (wait_for_nodes or driver.is_of_ray_up())
     preflight.check_network(spec, nodes, is_one_machine=is_one_machine)
-    endpoints = plan_endpoints(lent.router if lent else spec.router, nodes, is_one_machine=is_one_machine)
+    endpoints = plan_endpoints(lent or spec.router, nodes, is_one_machine=is_one_machine)
     if lent:
         # The owner's routers already listen there.
         pass
@@ -239,8 +237,7 @@ def _join_ray(spec: Spec, address: str, *, wait_for_nodes: bool, say: Callable[[
     return _Place(
         gcs,
         endpoints,
-        lent.router if lent else _router(spec, endpoints),
-        num_routers=lent.num_routers if lent else 1,
+        lent or _router(spec, endpoints),
         nodes=() if is_one_machine else nodes,
         is_growing=wait_for_nodes,
         owns_serve=owns_serve,
@@ -306,7 +303,8 @@ def _start(
     pool_watch.await_ready(controller, Role, deadline=deadline, reporter=reporter)
     watch.lap("replicas after that")
     counts = {role.value: spec.pool(role).replicas for role in Role}
-    router_admin.await_seen(state, counts, num_routers=place.num_routers)
+    # The routers of the endpoints run already; of our own, some may still be starting.
+    router_admin.await_seen(state, counts, num_routers=place.router.replicas if place.is_attached else 1)
     if place.router.keys == "required" and not place.is_attached:
         operator_key.make(controller, spec.name, say=reporter.say)
     watch.lap("router sees all")

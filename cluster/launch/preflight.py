@@ -190,9 +190,9 @@ def check_certificate(router: RouterSpec) -> None:
 def check_authority(security: SecuritySpec) -> None:
     """Check an operator's certificate authority (`tls: files`) on this machine. On a shared Ray, the head checks it."""
     if security.tls == "files":
-        from cluster.ray import authority_store
+        from core.identity.authority import open_files
 
-        authority_store.open_files(security)
+        open_files(security)
 
 
 def check_nodes(spec: Spec, nodes: Sequence[Node], *, wait_for_nodes: bool = False) -> None:

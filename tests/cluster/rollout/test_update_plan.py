@@ -142,44 +142,41 @@ def test_a_complete_revision_serves_at_each_step_until_the_end(
         assert is_at_end(world.views(is_back=is_back)), world
 
 
-def test_with_room_new_replicas_start_first() -> None:
-    world = _World({role: (4, 4) for role in Role}, dict.fromkeys(Role, 8), Random(0))
+@pytest.mark.parametrize(
+    ("size", "places", "ready", "draining", "pending"),
+    [(4, 8, 4, 0, 1), (2, 2, 1, 1, 0), (1, 1, 1, 0, 0)],
+    ids=["with room new replicas start first", "without room an old one leaves", "but not the last"],
+)
+def test_first_step(size: int, places: int, ready: int, draining: int, pending: int) -> None:
+    world = _World({role: (size, size) for role in Role}, dict.fromkeys(Role, places), Random(0))
     world.carry_out()
-    assert all((world.count_of(role, OLD).ready, world.count_of(role, NEW).pending) == (4, 1) for role in Role)
+    for role in Role:
+        old, new = world.count_of(role, OLD), world.count_of(role, NEW)
+        assert (old.ready, old.draining, new.pending) == (ready, draining, pending)
 
 
-def test_without_room_an_old_replica_leaves_but_not_the_last() -> None:
-    two = _World({role: (2, 2) for role in Role}, dict.fromkeys(Role, 2), Random(0))
-    two.carry_out()
-    assert all((two.count_of(role, OLD).ready, two.count_of(role, OLD).draining) == (1, 1) for role in Role)
-    one = _World({role: (1, 1) for role in Role}, dict.fromkeys(Role, 1), Random(0))
-    one.carry_out()
-    assert all(one.count_of(role, OLD).ready == 1 for role in Role)
-
-
-def test_canary_keeps_old_replicas() -> None:
-    views = {
-        role: RoleView(
-            leaving=ReplicaCount(ready=4), candidate=ReplicaCount(ready=1), leaving_target=4, candidate_target=1, room=3
-        )
-        for role in Role
-    }
-    assert all((one.leaving, one.candidate) == (4, 1) for one in next_step(views, is_trial=True).values())
-    assert all((one.leaving, one.candidate) == (0, 1) for one in next_step(views).values())
-
-
-def test_failed_old_replica_is_replaced_by_its_revision() -> None:
-    views = {
-        role: RoleView(
-            leaving=ReplicaCount(ready=2),
-            candidate=ReplicaCount(starting=1),
-            leaving_target=4,
-            candidate_target=4,
-            room=0,
-        )
-        for role in Role
-    }
-    assert all(one.leaving == 3 for one in next_step(views).values())
+@pytest.mark.parametrize(
+    ("leaving", "candidate", "candidate_target", "room", "is_trial", "sizes"),
+    [
+        (ReplicaCount(ready=4), ReplicaCount(ready=1), 1, 3, True, (4, 1)),
+        (ReplicaCount(ready=4), ReplicaCount(ready=1), 1, 3, False, (0, 1)),
+        (ReplicaCount(ready=2), ReplicaCount(starting=1), 4, 0, False, (3, 1)),
+    ],
+    ids=["canary keeps old replicas", "candidate replaces them", "failed old replica is replaced by its revision"],
+)
+def test_step_between_two_revisions(
+    leaving: ReplicaCount,
+    candidate: ReplicaCount,
+    candidate_target: int,
+    room: int,
+    is_trial: bool,
+    sizes: tuple[int, int],
+) -> None:
+    view = RoleView(
+        leaving=leaving, candidate=candidate, leaving_target=4, candidate_target=candidate_target, room=room
+    )
+    step = next_step(dict.fromkeys(Role, view), is_trial=is_trial)
+    assert {(one.leaving, one.candidate) for one in step.values()} == {sizes}
 
 
 @pytest.mark.parametrize("replicas", [1, 3, 4, 16])
