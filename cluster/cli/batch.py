@@ -99,14 +99,7 @@ class _Run:
     """One pass over the input: workers take its lines in order and send them until each has an answer or a failure."""
 
     def __init__(
-        self,
-        requests: BinaryIO,
-        answers: BinaryIO,
-        failures: Path,
-        urls: list[str],
-        *,
-        model: str,
-        is_offline: bool,
+        self, requests: BinaryIO, answers: BinaryIO, failures: Path, urls: list[str], *, model: str, is_offline: bool
     ) -> None:
         """model: name for requests that name none; empty: leave it out."""
         self._requests = requests

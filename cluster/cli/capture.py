@@ -23,8 +23,7 @@ _REPORTED_S = 6.0
 
 @capture.command()
 def start(
-    name: Name = None,
-    max_mib: Annotated[int, typer.Option(min=1, max=65_536, help="Size limit of the file.")] = 256,
+    name: Name = None, max_mib: Annotated[int, typer.Option(min=1, max=65_536, help="Size limit of the file.")] = 256
 ) -> None:
     """Record the requests that arrive from now on, at all routers. The file stays on the head until it is fetched."""
     ask_deployed(name, "start_capture", max_bytes=max_mib << 20)
@@ -33,8 +32,7 @@ def start(
 
 @capture.command()
 def stop(
-    output: Annotated[Path, typer.Option("--output", "-o", help="Trace file to write.")],
-    name: Name = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Trace file to write.")], name: Name = None
 ) -> None:
     """Stop the recording and write the trace, for `cluster bench`, `simulate`, `plan` and `autoscale replay`.
 

@@ -32,8 +32,7 @@ def deploy(
     address: Annotated[
         str | None,
         typer.Option(
-            envvar=[ADDRESS, "RAY_ADDRESS"],
-            help="HOST:PORT of a Ray cluster, or auto; default: start a local Ray.",
+            envvar=[ADDRESS, "RAY_ADDRESS"], help="HOST:PORT of a Ray cluster, or auto; default: start a local Ray."
         ),
     ] = None,
     grpc_port: Annotated[int | None, typer.Option(help="Default 50051.")] = None,

@@ -19,8 +19,7 @@ ApiKeyOption = Annotated[
     ),
 ]
 Admin: TypeAlias = Annotated[
-    str | None,
-    typer.Option(help="HOST:PORT of a router's admin endpoint; default: all routers of the deployment."),
+    str | None, typer.Option(help="HOST:PORT of a router's admin endpoint; default: all routers of the deployment.")
 ]
 RequestId: TypeAlias = Annotated[
     str, typer.Argument(help="Request id, from `generate --json`, the X-Request-Id header or an answer's `id`.")

@@ -21,10 +21,7 @@ if TYPE_CHECKING:  # Ray must not be imported before local_ray.join()
 _NOT_READY, _NOTHING_DEPLOYED = 1, 3
 
 
-def status(
-    name: Name = None,
-    as_json: AsJson = False,
-) -> None:
+def status(name: Name = None, as_json: AsJson = False) -> None:
     """Show all replicas. Exit code: 0 ready, 1 degraded or not ready, 3 nothing deployed."""
     state = None
     try:

@@ -18,12 +18,7 @@ _SHOWN = 0.01
 _PARTS = ("wait_s", "queue_s", "fetch_s", "compute_s", "keep_s", "transfer_s", "stall_s", "decode_s", "cost_s")
 
 
-def trace(
-    request_id: RequestId,
-    name: Name = None,
-    admin: Admin = None,
-    as_json: AsJson = False,
-) -> None:
+def trace(request_id: RequestId, name: Name = None, admin: Admin = None, as_json: AsJson = False) -> None:
     """Draw the timeline of a request: queue, route, pull, compute, wire, wait, decode. `#` marks its critical path.
 
     A router remembers its last 1,000 requests, whether or not they are traced.
@@ -84,12 +79,7 @@ def _share(span: Span, total_s: float) -> str:
     return f"{span.state.value}{where} {1e3 * took_s:.1f} ms ({took_s / total_s if total_s else 0:.0%})"
 
 
-def explain(
-    request_id: RequestId,
-    name: Name = None,
-    admin: Admin = None,
-    as_json: AsJson = False,
-) -> None:
+def explain(request_id: RequestId, name: Name = None, admin: Admin = None, as_json: AsJson = False) -> None:
     """Show the replica pairs that the router considered for a request, with the predicted cost of each; the chosen pair
     is first.
 

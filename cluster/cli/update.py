@@ -25,8 +25,7 @@ _POLL_S = 0.5
 
 def update(
     topology: Annotated[
-        str | None,
-        typer.Argument(metavar="FILE|2P4D", help="New spec; default: only the changes of --set."),
+        str | None, typer.Argument(metavar="FILE|2P4D", help="New spec; default: only the changes of --set.")
     ] = None,
     overrides: Annotated[
         list[str] | None,

@@ -49,13 +49,7 @@ _POLL_S = 0.5
 
 
 def deploy(
-    spec: Spec,
-    *,
-    address: str | None,
-    deadline: float,
-    wait_for_nodes: bool,
-    parts: Parts,
-    reporter: Reporter,
+    spec: Spec, *, address: str | None, deadline: float, wait_for_nodes: bool, parts: Parts, reporter: Reporter
 ) -> State:
     """Deploy `spec` on the Ray at `address`, or on a local Ray if None. Returns once its router sees all replicas.
 

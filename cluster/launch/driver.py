@@ -167,14 +167,17 @@ def this_ip() -> str:
 
 def remove_by_force(name: str) -> None:
     """Kill the controller and remove what is left of the deployment. Raises RayError."""
-    with contextlib.suppress(ValueError):
-        ray.kill(ray.get_actor(CONTROLLER, namespace=namespace(name)))
+    _kill(name, CONTROLLER)
     remove_remains(name)
 
 
 def stop_index(name: str) -> None:
-    with contextlib.suppress(ValueError):
-        ray.kill(ray.get_actor(embedded_index.ACTOR_NAME, namespace=namespace(name)))
+    _kill(name, embedded_index.ACTOR_NAME)
+
+
+def _kill(name: str, actor: str) -> None:
+    with contextlib.suppress(ValueError):  # it does not run
+        ray.kill(ray.get_actor(actor, namespace=namespace(name)))
 
 
 def ask(actor: Any, method: str, *args: Any, within_s: float = _ASK_S, **kwargs: Any) -> Any:

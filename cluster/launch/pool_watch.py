@@ -17,12 +17,7 @@ _MAX_FAILED_ROUNDS = 2
 
 
 def await_ready(
-    controller: Any,
-    roles: Iterable[str],
-    *,
-    deadline: float,
-    reporter: Reporter,
-    known_failures: Collection[str] = (),
+    controller: Any, roles: Iterable[str], *, deadline: float, reporter: Reporter, known_failures: Collection[str] = ()
 ) -> Pools:
     """Wait until the pools of `roles` have exactly the desired replicas, all ready. Returns all pools.
 

@@ -214,10 +214,7 @@ class Updater:
             new = _tally(self._pools[role].members_of(update.revision)), self._pool_now(update, role)
             (leaving, before), (candidate, after) = (new, old) if update.phase is Phase.RETURNING else (old, new)
             view = RoleView(
-                leaving=leaving,
-                candidate=candidate,
-                leaving_target=before.replicas,
-                candidate_target=after.replicas,
+                leaving=leaving, candidate=candidate, leaving_target=before.replicas, candidate_target=after.replicas
             )
             views[role], candidate_pools[role] = view, after
             lacking[role] = min(max(0, after.replicas - candidate.staying), view.surge)

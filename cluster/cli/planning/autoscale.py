@@ -12,7 +12,7 @@ import typer
 from cluster.cli.connection import ask_deployed
 from cluster.cli.console import columns, say
 from cluster.cli.options import AsJson, MaxRequests, Name, ProfileName, Scale, Speedup
-from cluster.cli.planning.simulate import Simulator
+from cluster.cli.planning.simulate import open_profile, times_note
 from core.trace.trace import read_trace
 from core.types.errors import SpecError
 
@@ -26,10 +26,7 @@ _OFF = "off"
 
 
 @autoscale.command()
-def status(
-    name: Name = None,
-    as_json: AsJson = False,
-) -> None:
+def status(name: Name = None, as_json: AsJson = False) -> None:
     """Show the autoscaler's targets and its last changes."""
     from planner.autoscaler.scaling_decision import ScalingDecision
 
@@ -129,11 +126,11 @@ def replay(
     }
     rules = rules_of(of, **{key: value for key, value in changes.items() if value is not None})
     requests = read_trace(trace, speedup=speedup, scale=scale_tokens, max_requests=max_requests)
-    simulator = Simulator(profile)
+    times = open_profile(profile)
     found = replay_trace(
         of,
         rules,
-        simulator.profile,
+        times,
         requests,
         start_s=start_s,
         switch_s=None if no_switch else switch_s,
@@ -141,7 +138,7 @@ def replay(
         decided=lambda decision: None if as_json else print(_line(decision), flush=True),
         said=say,
     )
-    print(json.dumps(found, indent=1) if as_json else f"{compare_table(found)}\n{simulator.times_note}")
+    print(json.dumps(found, indent=1) if as_json else f"{compare_table(found)}\n{times_note(times)}")
 
 
 def compare_table(found: dict[str, Any]) -> str:

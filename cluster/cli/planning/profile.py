@@ -7,9 +7,11 @@ import datetime
 import os
 import platform
 import secrets
-import statistics
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import zip_longest
 from pathlib import Path
+from statistics import mean, median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,10 +19,11 @@ import typer
 from cluster.cli import options
 from cluster.cli.connection import access_to, ask_routers_of, find_state
 from cluster.cli.console import columns, say
-from core.types.errors import SpecError
+from core.types.errors import ClusterError, SpecError
+from core.types.request import Role
+from core.types.step_timing import StepTiming
 
 if TYPE_CHECKING:
-    from core.types.step_timing import StepTiming
     from core.wire.client_access import EndpointAccess
 
 # Prompt lengths in tokens. Their transfers give a link's latency and rate.
@@ -123,8 +126,6 @@ def _steps(prefill: StepTiming, decode: StepTiming) -> dict[str, Any]:
 
 
 def _learned(http: str, access: EndpointAccess, replicas: list[dict[str, Any]]) -> dict[str, Any]:
-    from cluster.bench.learned_rates import learned_rates
-    from core.types.request import Role
     from planner.simulator.learnt_drafts import by_place
 
     learned = learned_rates(replicas)
@@ -145,6 +146,41 @@ def _learned(http: str, access: EndpointAccess, replicas: list[dict[str, Any]]) 
         "drafts": drafts and drafts.model_dump(),
         "link": {"latency_s": _LATENCY_S, "bytes_per_s": learned.link_bytes_per_s},
     }
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnedRates:
+    """Learned rates, averaged over the replicas of a role."""
+
+    steps: dict[Role, StepTiming]
+    link_bytes_per_s: float
+    drafted: list[float]  # tokens by their position in a draft, of all decode replicas since they started
+    accepted: list[float]
+    num_row_steps: float  # steps, each counted once per row; approximate
+
+
+def learned_rates(replicas: Sequence[Mapping[str, Any]]) -> LearnedRates:
+    """Return the rates of `replicas`, as RouterView shows them. Raises ClusterError if they have served nothing yet."""
+    timings = {role: [one["timing"] for one in replicas if one["role"] == role and one["timing"]] for role in Role}
+    links = [one["link_bytes_per_s"] for one in replicas if one["link_bytes_per_s"]]
+    if not links or not all(timings.values()):
+        raise ClusterError("the replicas have not learned their rates yet: run a load, such as `cluster bench`, first")
+    drafts = [draft for one in replicas for draft in one["drafts"]]
+    decode = [one for one in replicas if one["role"] == Role.DECODE]
+    return LearnedRates(
+        steps={
+            role: StepTiming(**{field.name: mean(one[field.name] for one in found) for field in fields(StepTiming)})
+            for role, found in timings.items()
+        },
+        link_bytes_per_s=mean(links),
+        drafted=_by_position(draft["tokens"] for draft in drafts),
+        accepted=_by_position(draft["accepted"] for draft in drafts),
+        num_row_steps=sum(one["generated_tokens"] / max(1.0, one["tokens_per_row"]) for one in decode),
+    )
+
+
+def _by_position(counts: Iterable[Sequence[float]]) -> list[float]:
+    return [sum(at) for at in zip_longest(*counts, fillvalue=0.0)]
 
 
 def _router(
@@ -172,7 +208,7 @@ async def _first_token_s(http: str, access: EndpointAccess) -> float:
         for number in range(_NUM_SHORT):
             request = TraceRequest(number=number, arrival_s=0.0, num_tokens=_SHORT, num_output=2, ids=None)
             answers += await replay([request], target, seed=seed, timeout_s=60.0)
-    return statistics.median(answer.ttft_s for answer in answers)
+    return median(answer.ttft_s for answer in answers)
 
 
 def _kv(model_dir: Path, *, dtype: str, pool_dtype: str, wire_dtype: str, kv_memory_gib: float) -> dict[str, int]:
@@ -216,12 +252,7 @@ def _link(model_dir: Path, *, dtype: str, wire_dtype: str, threads: int) -> dict
     from kvtransfer.profile.shipped_prompts import ship_prompts
 
     small, large = ship_prompts(
-        model_dir,
-        _PROMPTS,
-        dtype=dtype,
-        wire_dtype=wire_dtype,
-        host_link=options.DEFAULT_HOST_LINK,
-        threads=threads,
+        model_dir, _PROMPTS, dtype=dtype, wire_dtype=wire_dtype, host_link=options.DEFAULT_HOST_LINK, threads=threads
     )
     seconds = (large["transfer_ms"] - small["transfer_ms"]) / 1e3
     num_bytes = large["wire_bytes"] - small["wire_bytes"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,24 +10,13 @@ import typer
 
 from cluster.cli.connection import ask, find_state, join_controller
 from cluster.cli.console import columns
-from cluster.cli.options import (
-    AsJson,
-    HostTokens,
-    MaxRequests,
-    Name,
-    ProfileName,
-    Scale,
-    SloItl,
-    SloTtft,
-    Speedup,
-)
+from cluster.cli.options import AsJson, HostTokens, MaxRequests, Name, ProfileName, Scale, SloItl, SloTtft, Speedup
 from cluster.cli.planning.draft_options import DraftPass, DraftsOption, with_drafts
-from core.trace.trace import TraceRequest, read_trace
+from core.trace.trace import read_trace
 from core.types.errors import ClusterError, NotDeployed, SpecError
 
 if TYPE_CHECKING:
     from core.spec.schema import Spec
-    from planner.simulator.fleet_setup import FleetSetup
     from planner.simulator.profile import Profile
 
 
@@ -63,13 +51,14 @@ def simulate(
     """
     from core.spec.loader import load_spec
     from planner.simulator.fleet_setup import FleetSetup
+    from planner.simulator.run import simulate as run
 
     spec = load_spec(topology)
     if not spec.decode.replicas:
         raise SpecError(f"--topology {topology}: needs at least one decode replica")
     running = running_deployment(name) if name is not None or not profile else None
-    simulator = Simulator(profile or (running[1] if running else None), drafts, draft_pass_ms)
-    kv_tokens = kv_tokens_per_replica or simulator.profile.kv.pool_tokens
+    times = open_profile(profile or (running[1] if running else None), drafts, draft_pass_ms)
+    kv_tokens = kv_tokens_per_replica or times.kv.pool_tokens
     if kv_tokens < block_size:
         raise SpecError(f"--kv-tokens-per-replica {kv_tokens}: smaller than a block of {block_size} tokens")
     setup = FleetSetup(
@@ -82,46 +71,25 @@ def simulate(
         eviction=eviction,
     )
     requests = read_trace(trace, speedup=speedup, scale=scale_tokens, max_requests=max_requests)
-    report = simulator.run(setup, requests, slo_ttft_ms=slo_ttft_ms, slo_itl_ms=slo_itl_ms)
+    slo = {"slo_ttft_s": slo_ttft_ms and slo_ttft_ms / 1e3, "slo_itl_s": slo_itl_ms and slo_itl_ms / 1e3}
+    report = {"profile": times.name, "profile_origin": times.origin} | run(setup, times, requests, **slo)
     print(json.dumps(report, indent=1) if as_json else _table(report))
 
 
-class Simulator:
-    """A profile, and simulations with it."""
+def open_profile(given: str | Profile | None, drafts: str | None = None, draft_pass_ms: float = 0.0) -> Profile:
+    """Return a profile, loaded if `given` is a name, with the options of drafts. Raises SpecError."""
+    from planner.simulator.profile import DEFAULT, Profile, load_profile
 
-    def __init__(self, profile: str | Profile | None, drafts: str | None = None, draft_pass_ms: float = 0.0) -> None:
-        """Load the profile, if it is a name. Raises SpecError if it does not exist."""
-        from planner.simulator.profile import DEFAULT, Profile, load_profile
+    known = given if isinstance(given, Profile) else load_profile(given or DEFAULT)
+    return with_drafts(known, drafts, draft_pass_ms)
 
-        known = profile if isinstance(profile, Profile) else load_profile(profile or DEFAULT)
-        self.profile = with_drafts(known, drafts, draft_pass_ms)
 
-    @property
-    def times_note(self) -> str:
-        """Describe the source of the step times, and how to measure them."""
-        text = f"times are those of {self.profile.name} ({self.profile.origin})"
-        if self.profile.origin == "measured":
-            return text
-        return f"{text}; to measure this machine: `cluster profile -o FILE.json`, then --profile FILE.json"
-
-    def run(
-        self,
-        setup: FleetSetup,
-        requests: Sequence[TraceRequest],
-        *,
-        slo_ttft_ms: float | None,
-        slo_itl_ms: float | None,
-    ) -> dict[str, Any]:
-        from planner.simulator.run import simulate
-
-        report = simulate(
-            setup,
-            self.profile,
-            requests,
-            slo_ttft_s=slo_ttft_ms / 1e3 if slo_ttft_ms is not None else None,
-            slo_itl_s=slo_itl_ms / 1e3 if slo_itl_ms is not None else None,
-        )
-        return {"profile": self.profile.name, "profile_origin": self.profile.origin} | report
+def times_note(profile: Profile) -> str:
+    """Describe the source of the step times, and how to measure them."""
+    text = f"times are those of {profile.name} ({profile.origin})"
+    if profile.origin == "measured":
+        return text
+    return f"{text}; to measure this machine: `cluster profile -o FILE.json`, then --profile FILE.json"
 
 
 def running_deployment(name: str | None) -> tuple[dict[str, Any], Profile] | None:
