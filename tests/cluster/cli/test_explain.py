@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cluster.cli import trace
-from cluster.cli.app import run
+from tests.cluster.cli.command import CommandInProcess
 
 
 @pytest.mark.parametrize(
@@ -18,13 +18,12 @@ from cluster.cli.app import run
     ],
 )
 def test_required_acceptance_rate_is_shown(
-    floors: float, ending: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    floors: float, ending: str, monkeypatch: pytest.MonkeyPatch, cluster: CommandInProcess
 ) -> None:
     tally = {"steps": 40, "drafts": 6, "unguessed": 5, "drafted": 32, "accepted": 14, "floors": floors}
     attempts: list[dict[str, Any]] = [{"options": [], "replicas": {}, "drafts": tally}]
     monkeypatch.setattr(trace, "remembered", lambda *_: {"r": attempts})
-    assert run(["explain", "r"]) == 0
-    out = capsys.readouterr().out
+    out = cluster.run("explain", "r").out
     assert "drafts: 32 tokens, 14 of them accepted (44%), in 6 of 40 steps; no draft found in 5" in out
     assert "not worthwhile or no room in 29" in out
     assert out.endswith(ending)
