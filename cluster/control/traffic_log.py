@@ -22,7 +22,6 @@ class TrafficLog:
 
     def __init__(self, *, now: Callable[[], float] = monotonic) -> None:
         self.life = token_hex(8)
-        self.num_lost = 0
         # Called once for each finished request.
         self.ended: Callable[[SeenRequest], None] = lambda seen: None
         self._now = now
@@ -34,7 +33,6 @@ class TrafficLog:
     def note(self, report: TrafficReport) -> str:
         """Merge a router's report. Returns our `life`."""
         now = self._now()
-        self.num_lost += report.num_lost
         for number, seen in {**report.arrived, **report.changed}.items():
             key = (report.router, number)
             seen.arrival_s = now - seen.arrival_s
