@@ -130,8 +130,8 @@ def _change(
     begin = time.monotonic()
     state = find_state(name)
     controller = join_controller(state)
-    from cluster.launch.pool_watch import await_ready
     from cluster.launch.router_admin import await_seen
+    from cluster.launch.status import await_ready
 
     before: ControllerReport = ask(controller, "status")
     known_failures = {failure["replica"] for pool in before["pools"].values() for failure in pool["failures"]}

@@ -173,8 +173,8 @@ def _await_end(controller: Any, report: Reporter, *, deadline: float | None) -> 
 
 def _await_live(controller: Any, state: Any, report: Reporter, *, deadline: float) -> str:
     """Wait for pools that change their size without replacing replicas."""
-    from cluster.launch.pool_watch import await_ready
     from cluster.launch.router_admin import await_seen
+    from cluster.launch.status import await_ready
     from core.types.request import Role
 
     roles: list[Role] = list(Role)

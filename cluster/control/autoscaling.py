@@ -16,7 +16,7 @@ from ray.exceptions import RayError
 from cluster.control.desired_state import Desired
 from cluster.control.placement import live_nodes, run_on
 from cluster.control.pool import ReplicaPool
-from cluster.control.traffic_log import TrafficLog
+from cluster.control.traffic import TrafficLog
 from cluster.ray import store
 from cluster.ray.store import namespace
 from core.trace.traffic import ShownDecision

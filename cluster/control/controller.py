@@ -25,8 +25,7 @@ from cluster.control.replica import replica_id, role_of
 from cluster.control.replica_lifecycle import adopt_all
 from cluster.control.report import ControllerReport
 from cluster.control.role_switches import RoleSwitches
-from cluster.control.traffic_capture import CaptureReport, CurrentCapture, remove_stale_capture
-from cluster.control.traffic_log import TrafficLog
+from cluster.control.traffic import CaptureReport, CurrentCapture, TrafficLog, remove_stale_capture
 from cluster.ray import store
 from cluster.ray.node_logs import RouterLogs, read_rank
 from cluster.ray.store import CONTROLLER, namespace

@@ -84,9 +84,9 @@ def check_no_attached(state: State) -> None:
     elif state.endpoints:
         return
     else:
-        from cluster.control.attached_list import attached_to
+        from cluster.control.attached_list import AttachedList
 
-        attached_deployments = attached_to(state.name)
+        attached_deployments = sorted(launch.spec.name for launch in AttachedList(state.name).launches())
     if attached_deployments:
         first = " and ".join(f"`cluster down --name {name}`" for name in attached_deployments)
         raise DeployError(

@@ -261,7 +261,7 @@ def _start(
     place: _Place, spec: Spec, state: State, *, parts: Parts, deadline: float, reporter: Reporter, watch: Stopwatch
 ) -> Endpoints:
     """Start index, controller and router. Returns the endpoints once everything is ready."""
-    from cluster.launch import driver, pool_watch, router_admin, router_app
+    from cluster.launch import driver, router_admin, router_app, status
 
     log_dir = str(states.log_dir(spec.name))
     driver.run_on_each(place.nodes, clear_logs, log_dir)
@@ -285,7 +285,7 @@ def _start(
         raise serving.failure
     watch.lap("Serve")
     if place.is_growing:
-        pool_watch.await_ready(controller, Role, deadline=deadline, reporter=reporter)
+        status.await_ready(controller, Role, deadline=deadline, reporter=reporter)
         watch.lap("replicas")
         _await_router_hosts(spec.router.replicas)
     endpoints = place.endpoints
@@ -294,7 +294,7 @@ def _start(
         endpoints = _endpoints_now(place, spec)
         router_app.start_router(spec.name, router_application(launch, endpoints))
         watch.lap("router")
-    pool_watch.await_ready(controller, Role, deadline=deadline, reporter=reporter)
+    status.await_ready(controller, Role, deadline=deadline, reporter=reporter)
     watch.lap("replicas after that")
     counts = {role.value: spec.pool(role).replicas for role in Role}
     # The routers of the endpoints run already; of our own, some may still be starting.

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.control import desired_state
-from cluster.control.attached_list import AttachedList, attached_to
+from cluster.control.attached_list import AttachedList
 from cluster.control.desired_state import Desired
 from cluster.launch.attached_endpoints import attach
 from cluster.ray import name_lock, store
@@ -32,6 +32,10 @@ def stored(spec: Spec) -> Launch:
         name_lock.take(spec.name, NameLock.new("ann"))
     desired_state.save(Desired(launch=launch))
     return launch
+
+
+def attached_to(name: str) -> list[str]:
+    return sorted(launch.spec.name for launch in AttachedList(name).launches())
 
 
 def forget(name: str) -> None:

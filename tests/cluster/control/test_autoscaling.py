@@ -13,7 +13,7 @@ import pytest
 from cluster.control.autoscaling import Autoscaling, ScalingHistory, load_history, save_history
 from cluster.control.desired_state import Desired
 from cluster.control.pool import ReplicaPool
-from cluster.control.traffic_log import TrafficLog
+from cluster.control.traffic import TrafficLog
 from cluster.rollout.update import Update
 from core.spec.schema import AutoscaleSpec
 from core.types.request import Role

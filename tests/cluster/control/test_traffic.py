@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.control.traffic_capture import CurrentCapture, TrafficCapture
-from cluster.control.traffic_log import TrafficLog
+from cluster.control.traffic import CurrentCapture, TrafficCapture, TrafficLog
 from core.trace.trace import read_trace
 from core.trace.traffic import SeenRequest, TrafficReport
 from core.types.errors import SpecError

@@ -12,7 +12,7 @@ import pytest
 import cluster.launch
 from cluster.cli.app import run
 from cluster.control.desired_state import Parts
-from cluster.launch import deployment, driver, local_ray, pool_watch, router_admin
+from cluster.launch import deployment, driver, local_ray, router_admin, status
 from cluster.launch import state as states
 from cluster.ray import name_lock
 from core.process.ports import free_port
@@ -74,7 +74,7 @@ def test_unsaved_deployment_is_removed(stopped: list[local_ray.LocalRay], monkey
         (local_ray, "start join"),
         (driver, "connect run_on_each start_controller start_index ask"),
         (name_lock, "take"),
-        (pool_watch, "await_ready"),
+        (status, "await_ready"),
         (deployment, "router_application"),
     ):
         for name in names.split():
