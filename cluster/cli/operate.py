@@ -130,8 +130,7 @@ def _change(
     begin = time.monotonic()
     state = find_state(name)
     controller = join_controller(state)
-    from cluster.launch.router_admin import await_seen
-    from cluster.launch.status import await_ready
+    from cluster.launch.status import await_serving
 
     before: ControllerReport = ask(controller, "status")
     known_failures = {failure["replica"] for pool in before["pools"].values() for failure in pool["failures"]}
@@ -140,8 +139,9 @@ def _change(
     timeouts = before["spec"]["timeouts"]
     deadline = begin + (timeout or timeouts["start_s"] + timeouts["drain_s"])
     with reporter(is_new=False) as report:
-        pools = await_ready(controller, roles, deadline=deadline, reporter=report, known_failures=known_failures)
-    await_seen(state, {role: pools[role]["desired"] for role in roles})
+        pools = await_serving(
+            controller, state, roles, deadline=deadline, reporter=report, known_failures=known_failures
+        )
     return _Change(known, result, pools, time.monotonic() - begin)
 
 

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from cluster.control.report import ControllerReport, Reporter
     from cluster.rollout.spec_diff import SpecChange
     from core.spec.schema import Spec
-    from core.types.request import Role
 
 _POLL_S = 0.5
 
@@ -71,6 +70,7 @@ def update(
         print(f"back at revision {revision} after {time.monotonic() - begin:.1f} s")
         return
     from cluster.launch.preflight import check_model
+    from cluster.launch.status import await_serving
     from cluster.rollout.spec_diff import changes_of, check_possible
     from cluster.rollout.update import UpdateOptions
     from core.spec.loader import parse_spec
@@ -103,7 +103,9 @@ def update(
         if ask(controller, "update", new.model_dump(mode="json"), options, seen=now["spec"]):
             message = _await_end(controller, report, deadline=deadline)
         else:
-            message = _await_live(controller, state, report, deadline=deadline or begin + new.timeouts.start_s)
+            end_at = deadline or begin + new.timeouts.start_s
+            await_serving(controller, state, ("prefill", "decode"), deadline=end_at, reporter=report)
+            message = "applied live: no replica was replaced"
     print(f"{message}, after {time.monotonic() - begin:.1f} s")
 
 
@@ -169,15 +171,3 @@ def _await_end(controller: Any, report: Reporter, *, deadline: float | None) -> 
     if "rolled back" in outcome and "an operator" not in outcome:
         raise DeployError(outcome)
     return outcome
-
-
-def _await_live(controller: Any, state: Any, report: Reporter, *, deadline: float) -> str:
-    """Wait for pools that change their size without replacing replicas."""
-    from cluster.launch.router_admin import await_seen
-    from cluster.launch.status import await_ready
-    from core.types.request import Role
-
-    roles: list[Role] = list(Role)
-    pools = await_ready(controller, roles, deadline=deadline, reporter=report)
-    await_seen(state, {role: pools[role]["desired"] for role in roles})
-    return "applied live: no replica was replaced"

@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 from cluster.control.report import ControllerReport, FailureReport, PoolReport, Pools, Reporter, RevisionReport
 from cluster.launch import driver
 from cluster.launch.endpoints import open_ones
-from cluster.launch.router_admin import AdminAnswer, ask_routers
+from cluster.launch.router_admin import AdminAnswer, ask_routers, await_seen
 from cluster.launch.state import State
 from core.types.errors import ClusterError, DeployError, ReplicaDidNotStart
 from core.types.request import Role
@@ -117,6 +117,14 @@ def await_ready(
         time.sleep(_POLL_S)
         pools = driver.ask(controller, "status")["pools"]
     reporter.show(pools)
+    return pools
+
+
+def await_serving(controller: Any, state: State, roles: Iterable[str], **more: Any) -> Pools:
+    """Like await_ready(), and wait until the routers see the replicas. more: further arguments of await_ready()."""
+    roles = tuple(roles)
+    pools = await_ready(controller, roles, **more)
+    await_seen(state, {role: pools[role]["desired"] for role in roles})
     return pools
 
 

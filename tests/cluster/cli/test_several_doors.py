@@ -9,11 +9,14 @@ from collections.abc import Iterator
 import pytest
 
 from cluster.cli.inference_client import InferenceClient
+from core.process.ports import free_port
 from core.rpc import inference_pb2 as pb
 from core.types.errors import RequestFailed
+from core.types.network import format_address
 from core.wire.client_access import EndpointAccess
 from tests.cluster.cli.fake_inference import FakeInference, serving
 from tests.support.fake_cable import fake_cable
+from tests.support.ipv6 import needs_ipv6
 from tests.support.waiting import until
 
 Endpoints = tuple[tuple[FakeInference, str], tuple[FakeInference, str]]
@@ -37,10 +40,13 @@ def test_all_endpoints_are_used(endpoints: Endpoints) -> None:
         assert until(lambda: ask(client) == "well met" and one.requests and other.requests)
 
 
-def test_silent_endpoint_does_not_block() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent, serving() as (_, open_one):
-        with InferenceClient(f"127.0.0.1:{silent.getsockname()[1]},{open_one}", EndpointAccess()) as client:
-            assert ask(client) == "well met"
+@pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("::1", marks=needs_ipv6)])
+def test_silent_and_closed_endpoints_do_not_block(host: str) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as silent, serving(host) as (_, open_one):
+        for other in (silent.getsockname()[1], free_port(host)):
+            with InferenceClient(f"{format_address(host, other)},{open_one}", EndpointAccess()) as client:
+                assert ask(client) == "well met"
 
 
 async def test_endpoint_that_falls_silent_costs_a_pause(endpoints: Endpoints) -> None:

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
-from grpc import aio
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from cluster.control.placement import Node
 from cluster.launch.endpoints import Endpoints, admin_addresses, keys_of, open_ones, openai_urls, plan_endpoints
-from core.process.ports import free_port
 from core.spec.schema import RouterSpec
 from core.types.errors import SpecError
-from core.types.network import format_address
-from core.wire.client_access import EndpointAccess
-from tests.support.ipv6 import needs_ipv6
 
 HEAD = {"node:__internal_head__": 1.0}
 
@@ -102,21 +95,3 @@ def test_router_requires_keys_off_loopback() -> None:
     assert RouterSpec().needs_keys("10.0.0.1") and RouterSpec().needs_keys("0.0.0.0") and RouterSpec().needs_keys("a")
     assert not RouterSpec().needs_keys("127.0.0.1") and not RouterSpec(keys="none").needs_keys("10.0.0.1")
     assert RouterSpec(keys="required").needs_keys("127.0.0.1")
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("::1", marks=needs_ipv6)])
-async def test_client_finds_the_open_endpoint(host: str) -> None:
-    server = aio.server()
-    servicer = health.aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
-    port = server.add_insecure_port(format_address(host, 0))
-    await server.start()
-    endpoints = ",".join(format_address(host, one) for one in (free_port(host), port, free_port(host)))
-
-    def ask() -> Any:
-        with EndpointAccess().blocking_channel(endpoints) as channel:
-            return health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
-
-    for _ in range(3):
-        assert (await asyncio.to_thread(ask)).status == health_pb2.HealthCheckResponse.SERVING
-    await server.stop(None)
