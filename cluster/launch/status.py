@@ -107,7 +107,7 @@ def await_ready(
     """
     roles = tuple(roles)
     pools: Pools = driver.ask(controller, "status")["pools"]
-    while not all(_is_settled(pools[role]) for role in roles):
+    while any(not pools[role]["ready"] == pools[role]["desired"] == len(pools[role]["replicas"]) for role in roles):
         reporter.show(pools)
         for role in roles:
             if failure := _final_failure(pools[role], known_failures):
@@ -126,10 +126,6 @@ def await_serving(controller: Any, state: State, roles: Iterable[str], **more: A
     pools = await_ready(controller, roles, **more)
     await_seen(state, {role: pools[role]["desired"] for role in roles})
     return pools
-
-
-def _is_settled(pool: PoolReport) -> bool:
-    return pool["ready"] == pool["desired"] == len(pool["replicas"])
 
 
 def _final_failure(pool: PoolReport, known: Collection[str]) -> FailureReport | None:

@@ -63,6 +63,7 @@ def profile(
     parallel, and KV transfers. Takes a minute or two; run nothing else meanwhile.
     """
     from core.model.source import resolve
+    from kvtransfer.profile.shipped_prompts import copy_in_memory
     from planner.simulator.profile import Profile
 
     model_dir = resolve(model)
@@ -81,7 +82,8 @@ def profile(
         "host_bytes_per_s: copies of 1 MiB within memory. usd_per_hour: as given.",
     ]
     tree = {"name": output.stem, "origin": "measured", "derivation": derivation, **steps, "kv": kv}
-    tree |= {"host_bytes_per_s": _copied_bytes_per_s(), "usd_per_hour": usd_per_hour}
+    copying_s = copy_in_memory(num_bytes=_COPY_BYTES, count=_NUM_COPIES)
+    tree |= {"host_bytes_per_s": _COPY_BYTES * _NUM_COPIES / copying_s, "usd_per_hour": usd_per_hour}
     output.write_text(Profile.model_validate(tree).model_dump_json(indent=1) + "\n", encoding="utf-8")
     print(_table(tree))
 
@@ -259,12 +261,6 @@ def _link(model_dir: Path, *, dtype: str, wire_dtype: str, threads: int) -> dict
     per_byte_s = max(seconds, 1e-6) / num_bytes
     latency_s = max(0.0, small["transfer_ms"] / 1e3 - small["wire_bytes"] * per_byte_s)
     return {"latency_s": latency_s, "bytes_per_s": 1 / per_byte_s}
-
-
-def _copied_bytes_per_s() -> float:
-    from kvtransfer.profile.shipped_prompts import copy_in_memory
-
-    return _COPY_BYTES * _NUM_COPIES / copy_in_memory(num_bytes=_COPY_BYTES, count=_NUM_COPIES)
 
 
 def _table(tree: dict[str, Any]) -> str:
