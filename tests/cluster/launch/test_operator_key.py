@@ -35,12 +35,13 @@ def test_operator_secret_is_stored_here(monkeypatch: pytest.MonkeyPatch) -> None
     first, messages = make(KeyRegistry(), monkeypatch)
     assert messages[0].startswith("no client of a has an API key yet; create one with `cluster keys create NAME` (if ")
     assert make(first, monkeypatch)[0] == first
-    states.operator_key_file("a").unlink()
-    third, _ = make(first, monkeypatch)
-    secret = operator_key.read("a")
-    assert secret and [key.digest for key in third.keys] == [digest_of(secret)] != [key.digest for key in first.keys]
+    for left in ("", "sk-of-another-deployment"):
+        states.operator_key_file("a").write_text(left)
+        new, _ = make(first, monkeypatch)
+        secret = operator_key.read("a")
+        assert secret and [key.digest for key in new.keys] == [digest_of(secret)] != [key.digest for key in first.keys]
     assert states.operator_key_file("a").stat().st_mode & 0o777 == 0o600
-    assert make(third.with_key(new_key("acme", new_secret())), monkeypatch)[1] == []
+    assert make(new.with_key(new_key("acme", new_secret())), monkeypatch)[1] == []
 
 
 def test_unreadable_key_file_is_an_error(state_root: Path) -> None:
