@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from random import Random
 
@@ -16,34 +17,23 @@ OLD, NEW = 0, 1
 
 
 @dataclass
-class _Replica:
-    state: str = "pending"  # pending, starting, ready, draining
-
-
-@dataclass
 class _World:
-    """Replicas of two revisions on nodes with a limited number of places per role."""
+    """States of the replicas of two revisions, on nodes with a limited number of places per role."""
 
     targets: dict[Role, tuple[int, int]]  # old, new
     places: dict[Role, int]
     random: Random
-    replicas: dict[tuple[Role, int], list[_Replica]] = field(default_factory=dict)
+    replicas: dict[tuple[Role, int], list[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for role, (old, _) in self.targets.items():
-            self.replicas[role, OLD] = [_Replica("ready") for _ in range(old)]
-            self.replicas[role, NEW] = []
+            self.replicas |= {(role, OLD): ["ready"] * old, (role, NEW): []}
 
     def count_of(self, role: Role, revision: int) -> ReplicaCount:
-        counts = dict.fromkeys(("ready", "starting", "pending", "draining"), 0)
-        for replica in self.replicas[role, revision]:
-            counts[replica.state] += 1
-        return ReplicaCount(**counts)
+        return ReplicaCount(**Counter(self.replicas[role, revision]))
 
-    def room(self, role: Role) -> int:
-        taken = sum(len(self.replicas[role, revision]) for revision in (OLD, NEW))
-        # Pending replicas count, too.
-        return max(0, self.places[role] - taken)
+    def all_of(self, role: Role) -> list[str]:
+        return self.replicas[role, OLD] + self.replicas[role, NEW]
 
     def views(self, *, is_back: bool = False) -> dict[Role, RoleView]:
         leaving, candidate = (NEW, OLD) if is_back else (OLD, NEW)
@@ -53,7 +43,8 @@ class _World:
                 candidate=self.count_of(role, candidate),
                 leaving_target=targets[leaving],
                 candidate_target=targets[candidate],
-                room=self.room(role),
+                # Pending replicas count, too.
+                room=max(0, self.places[role] - len(self.all_of(role))),
             )
             for role, targets in self.targets.items()
         }
@@ -71,37 +62,29 @@ class _World:
         there = self.replicas[role, revision]
         if not there:
             return
-        replica = self.random.choice(there)
-        placed = sum(one.state != "pending" for each in (OLD, NEW) for one in self.replicas[role, each])
-        if replica.state == "pending" and placed < self.places[role]:
-            replica.state = "starting"
-        elif replica.state == "starting":
-            replica.state = "ready"
-        elif replica.state == "draining":
-            there.remove(replica)
+        number = self.random.randrange(len(there))
+        num_placed = sum(state != "pending" for state in self.all_of(role))
+        if there[number] == "pending" and num_placed < self.places[role]:
+            there[number] = "starting"
+        elif there[number] == "starting":
+            there[number] = "ready"
+        elif there[number] == "draining":
+            del there[number]
 
     def is_whole(self) -> bool:
         return any(
-            all(
-                self.count_of(role, revision).ready >= min(1, targets[revision])
-                for role, targets in self.targets.items()
-            )
-            for revision in (OLD, NEW)
+            all(self.count_of(role, each).ready >= min(1, targets[each]) for role, targets in self.targets.items())
+            for each in (OLD, NEW)
         )
-
-    def num(self, role: Role) -> int:
-        return sum(len(self.replicas[role, revision]) for revision in (OLD, NEW))
 
     def _set(self, role: Role, revision: int, count: int) -> None:
         there = self.replicas[role, revision]
         order = ["pending", "starting", "ready"]
-        staying = sorted((one for one in there if one.state != "draining"), key=lambda one: order.index(one.state))
-        for replica in staying[: max(0, len(staying) - count)]:
-            if replica.state == "ready":
-                replica.state = "draining"
-            else:
-                there.remove(replica)
-        there += [_Replica() for _ in range(count - len(staying))]
+        staying = sorted((state for state in there if state != "draining"), key=order.index)
+        surplus = max(0, len(staying) - count)
+        draining = there.count("draining") + staying[:surplus].count("ready")
+        missing = count - len(staying)
+        self.replicas[role, revision] = ["draining"] * draining + staying[surplus:] + ["pending"] * missing
 
 
 _SIZES = st.integers(1, 5)
@@ -130,7 +113,7 @@ def test_a_complete_revision_serves_at_each_step_until_the_end(
         assert world.is_whole(), world
         world.happen()
         assert world.is_whole(), world
-        assert all(world.num(role) <= most[role] for role in Role), world
+        assert all(len(world.all_of(role)) <= most[role] for role in Role), world
 
     for _ in range(num_rolled):
         step(is_trial=is_trial)
