@@ -107,7 +107,7 @@ class Desired:
             log_dir=tree["log_dir"],
             credentials=DeploymentSecrets(secret=secret, index_url=tree["index_url"]),
         )
-        read = {
+        read: dict[str, Any] = {
             "launch": launch,
             "parts": Parts(**known_fields(Parts, tree["parts"])),
             "next_number": _by_role(tree["next_number"]),

@@ -81,7 +81,7 @@ class Update:
 
     @classmethod
     def from_tree(cls, tree: Mapping[str, Any]) -> Update:
-        read = {
+        read: dict[str, Any] = {
             "spec": parse_spec(tree["spec"], origin="the stored update"),
             "roles": frozenset(map(Role, tree["roles"])),
             "options": UpdateOptions(**known_fields(UpdateOptions, tree["options"])),

@@ -208,7 +208,9 @@ class Updater:
 
     def _views(self, desired: Desired, update: Update) -> dict[Role, RoleView]:
         """Return the state of the replaced roles, from the leaving revision to the candidate."""
-        views, candidate_pools, lacking = {}, {}, {}
+        views: dict[Role, RoleView] = {}
+        candidate_pools: dict[Role, PoolSpec] = {}
+        lacking: dict[Role, int] = {}
         for role in update.roles:
             old = _tally(self._pools[role].members_of(desired.makes[role])), desired.spec.pool(role)
             new = _tally(self._pools[role].members_of(update.revision)), self._pool_now(update, role)

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -120,7 +121,7 @@ def test_one_of_several_must_be_chosen() -> None:
     ],
     ids=["deployed", "deploying", "dead", "another process with the same pid"],
 )
-def test_taken_name_is_rejected(command: type[Command], is_interrupted: bool, error: str) -> None:
+def test_taken_name_is_rejected(command: Callable[[], Command | None], is_interrupted: bool, error: str) -> None:
     assert save_state(deploying=command()).is_interrupted is is_interrupted
     with pytest.raises(DeployError, match=error):
         check_is_free("a", print)
