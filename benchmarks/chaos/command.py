@@ -9,9 +9,8 @@ from typing import Annotated
 import typer
 
 from benchmarks.chaos.tally import Mismatch, Tally
-from cluster.cli.connection import find_state, join_controller
-from cluster.cli.deploy import Name
-from cluster.cli.endpoint_options import ApiKeyOption, access_to
+from cluster.cli.connection import access_to, find_state, join_controller
+from cluster.cli.options import ApiKeyOption, Name
 from core.types.errors import SpecError
 
 # With a single router, clients have to retry, so --all leaves it out.

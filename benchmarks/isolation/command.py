@@ -12,9 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.isolation.load import Workload, measure
-from cluster.cli.connection import find_state
-from cluster.cli.endpoint_options import ApiKeyOption, access_to
-from cluster.cli.planning.model_options import DEFAULT_MODEL, Model
+from cluster.cli.connection import access_to, find_state
+from cluster.cli.options import DEFAULT_MODEL, ApiKeyOption, Model
 from cluster.launch.state import State
 
 _NAME = "bench-isolation"

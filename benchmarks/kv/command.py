@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.counts import parse_counts
-from cluster.cli.planning import model_options as options
+from cluster.cli import options
 from core.types.errors import SpecError
 
 _MESSAGES = "64,256,1024,4096,16384,65536"

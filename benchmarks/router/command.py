@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cluster.cli.planning.model_options import DEFAULT_MODEL, Model
+from cluster.cli.options import DEFAULT_MODEL, Model
 from core.types.errors import SpecError
 
 # Share of the requested rate that must be reached.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from cluster.cli.planning import model_options as options
+from cluster.cli import options
 from core.types.errors import SpecError
 
 if TYPE_CHECKING:

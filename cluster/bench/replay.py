@@ -72,7 +72,7 @@ async def replay(
     seed: selects the prompts' tokens. timeout_s: limit for one answer.
     """
     # Built in advance, because it takes time.
-    prompts = [TracePrompts(seed=seed).of(request) for request in trace]
+    prompts = [prompt_of(request, seed=seed) for request in trace]
     begin = time.perf_counter()
 
     async def one(answered: Answered, token_ids: list[int]) -> None:
@@ -132,22 +132,17 @@ def summary(answers: Sequence[Answered], *, slo_ttft_s: float | None, slo_itl_s:
     }
 
 
-class TracePrompts:
-    """Generator of token ids for a trace's requests: equal ids give equal tokens, different ids different ones.
+def prompt_of(request: TraceRequest, *, seed: int) -> list[int]:
+    """Return the token ids of a trace's request: equal ids give equal tokens, different ids different ones.
 
     Another `seed` gives other prompts, which miss every cache.
     """
-
-    def __init__(self, *, seed: int) -> None:
-        self._seed = seed
-
-    def of(self, request: TraceRequest) -> list[int]:
-        size = request.tokens_per_id
-        ids = request.ids
-        if ids is None:  # unique ids; those of a trace are not negative
-            first = -(request.number + 1) << 16
-            ids = tuple(range(first, first + -(-request.num_tokens // size)))
-        tokens: list[int] = []
-        for id in ids:
-            tokens += np.random.default_rng((self._seed, abs(id), id < 0)).integers(0, _VOCABULARY, size).tolist()
-        return tokens[: request.num_tokens]
+    size = request.tokens_per_id
+    ids = request.ids
+    if ids is None:  # unique ids; those of a trace are not negative
+        first = -(request.number + 1) << 16
+        ids = tuple(range(first, first + -(-request.num_tokens // size)))
+    tokens: list[int] = []
+    for id in ids:
+        tokens += np.random.default_rng((seed, abs(id), id < 0)).integers(0, _VOCABULARY, size).tolist()
+    return tokens[: request.num_tokens]

@@ -17,30 +17,13 @@ from typing import Annotated, Any
 
 import typer
 
-from cluster.cli import (
-    batch,
-    bench,
-    capture,
-    deploy,
-    generate,
-    keys,
-    operate,
-    quality,
-    status,
-    top,
-    trace,
-    update,
-)
+from cluster.cli import batch, bench, capture, deploy, generate, keys, operate, quality, status, top, trace, update
 from cluster.cli.connection import ADDRESS, run_over_ssh
 from cluster.cli.planning import autoscale, plan, profile, simulate
 from core.process.processes import ENDINGS
 from core.types.errors import ClusterError, Interrupted
 
-app = typer.Typer(
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
 for command in (
     deploy.deploy,
     status.status,

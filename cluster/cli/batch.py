@@ -7,7 +7,6 @@ import json
 import random
 import secrets
 import socket
-import sys
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,9 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 import typer
 
 from cluster.cli.batch_files import BatchRequest, open_output, parse_line, record, scan
-from cluster.cli.connection import find_state
-from cluster.cli.deploy import Name
-from cluster.cli.endpoint_options import ApiKeyOption, access_to
+from cluster.cli.connection import access_to, find_state
+from cluster.cli.console import progress_bar
+from cluster.cli.options import ApiKeyOption, Name
 from core.types.errors import Interrupted, RequestFailed, SpecError
 from core.types.request import OFFLINE
 
@@ -100,14 +99,7 @@ class _Run:
     """One pass over the input: workers take its lines in order and send them until each has an answer or a failure."""
 
     def __init__(
-        self,
-        requests: BinaryIO,
-        answers: BinaryIO,
-        failures: Path,
-        urls: list[str],
-        *,
-        model: str,
-        is_offline: bool,
+        self, requests: BinaryIO, answers: BinaryIO, failures: Path, urls: list[str], *, model: str, is_offline: bool
     ) -> None:
         """model: name for requests that name none; empty: leave it out."""
         self._requests = requests
@@ -127,11 +119,7 @@ class _Run:
 
         Raises RequestFailed if no server answers or the API key is refused, and OSError if a file cannot be written.
         """
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
-
-        parts = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-        with Progress(*parts, console=Console(stderr=True), disable=not sys.stderr.isatty()) as self._progress:
+        with progress_bar(is_transient=False) as self._progress:
             to_send = self._scan(answered)
             self._task = self._progress.add_task("", total=len(to_send))
             if not to_send:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cluster.cli.connection import find_state, join_controller
-from cluster.cli.deploy import AsJson, Name
-from cluster.cli.endpoint_options import ApiKeyOption, access_to
-from cluster.cli.planning.simulate import Scale, SloItl, SloTtft, Speedup
+from cluster.cli.connection import access_to, ask, find_state, join_controller
+from cluster.cli.console import columns, progress_bar
+from cluster.cli.options import ApiKeyOption, AsJson, Name, Scale, SloItl, SloTtft, Speedup
 from core.trace.trace import TraceRequest, read_trace
 from core.trace.trace import poisson as make_poisson
-from core.types.errors import SpecError
+from core.types.errors import ClusterError, SpecError
 
 if TYPE_CHECKING:
     from cluster.launch.state import State
@@ -67,17 +65,12 @@ def bench(
             rate=poisson, num_requests=requests or 100, num_tokens=prompt_tokens, num_output=output_tokens, seed=seed
         )
     state = None if endpoint else find_state(name)
-    target = endpoint or (_endpoint(state, http=http) if state else "")
-    access = access_to(state, api_key)
-    slo = (slo_ttft_ms, slo_itl_ms)
-    report = _measure(load, target, access, seed=seed, timeout_s=timeout, slo=slo)
+    own = (state.http if http else state.grpc) if state else ""
+    slo = {"slo_ttft_s": slo_ttft_ms and slo_ttft_ms / 1e3, "slo_itl_s": slo_itl_ms and slo_itl_ms / 1e3}
+    report = _measure(load, endpoint or own, access_to(state, api_key), seed=seed, timeout_s=timeout, slo=slo)
     report |= _predict(load, state, slo=slo)
     print(json.dumps(report, indent=1) if as_json else _table(report))
     raise typer.Exit(1 if report["failed"] else 0)
-
-
-def _endpoint(state: State, *, http: bool) -> str:
-    return state.http if http else state.grpc
 
 
 def _measure(
@@ -87,76 +80,43 @@ def _measure(
     *,
     seed: int,
     timeout_s: float,
-    slo: tuple[float | None, float | None],
+    slo: dict[str, float | None],
 ) -> dict[str, Any]:
-    import asyncio
-
     from cluster.bench.endpoints import open_endpoint
     from cluster.bench.replay import Answered, replay, summary
 
     async def run() -> list[Answered]:
-        with _progress(len(load)) as advance:
+        with progress_bar("requests", is_transient=True) as progress:
+            task = progress.add_task("", total=len(load))
             async with open_endpoint(endpoint, access) as target:
-                return await replay(load, target, seed=seed, timeout_s=timeout_s, on_end=lambda answered: advance())
+                return await replay(
+                    load, target, seed=seed, timeout_s=timeout_s, on_end=lambda answered: progress.advance(task)
+                )
 
-    slo_ttft_s, slo_itl_s = (None if limit is None else limit / 1e3 for limit in slo)
-    return summary(asyncio.run(run()), slo_ttft_s=slo_ttft_s, slo_itl_s=slo_itl_s)
+    return summary(asyncio.run(run()), **slo)
 
 
-def _predict(
-    load: Sequence[TraceRequest], state: State | None, *, slo: tuple[float | None, float | None]
-) -> dict[str, Any]:
+def _predict(load: Sequence[TraceRequest], state: State | None, *, slo: dict[str, float | None]) -> dict[str, Any]:
     """Return the simulator's report of the same load at the replicas' learned rates, as `predicted`.
 
     If there is none, `predicted` is None and `no_prediction` gives the reason. The rates include this load.
     """
     if state is None:
         return {"predicted": None, "no_prediction": "--endpoint gives no data about replicas; use --name"}
-    from core.types.errors import ClusterError
-
     try:
         controller = join_controller(state)
-        from cluster.launch.driver import ask
         from core.spec.schema import Spec
         from core.trace.traffic import ReplicaReport
         from planner.autoscaler.live_prediction import predict_load
 
         spec = Spec.model_validate(ask(controller, "status")["spec"])
         replicas = [ReplicaReport.of(tree) for tree in ask(controller, "autoscaling")["replicas"]]
-        slo_ttft_s, slo_itl_s = (None if limit is None else limit / 1e3 for limit in slo)
-        return {"predicted": predict_load(spec, replicas, load, slo_ttft_s=slo_ttft_s, slo_itl_s=slo_itl_s)}
+        return {"predicted": predict_load(spec, replicas, load, **slo)}
     except ClusterError as error:
         return {"predicted": None, "no_prediction": " ".join(str(error).split())}
 
 
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[], None]]:
-    """Show a progress bar if stderr is a terminal. Yields a function to call after each request."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    parts = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*parts, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as progress:
-        task = progress.add_task("requests", total=total)
-        yield lambda: progress.advance(task)
-
-
 def _table(report: dict[str, Any]) -> str:
-    from cluster.cli.console import columns
-
     return "\n".join(
         [
             f"{report['completed']:,} requests in {report['duration_s']:,.1f} s, {report['failed']} failed",

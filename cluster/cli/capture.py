@@ -10,8 +10,8 @@ from typing import Annotated, Any, BinaryIO
 
 import typer
 
-from cluster.cli.connection import ask_deployed, find_state, join_controller
-from cluster.cli.deploy import Name
+from cluster.cli.connection import ask, ask_deployed, find_state, join_controller
+from cluster.cli.options import Name
 from core.types.errors import SpecError
 
 capture = typer.Typer(no_args_is_help=True, help="Record live traffic: hashes, lengths and times, never text.")
@@ -23,8 +23,7 @@ _REPORTED_S = 6.0
 
 @capture.command()
 def start(
-    name: Name = None,
-    max_mib: Annotated[int, typer.Option(min=1, max=65_536, help="Size limit of the file.")] = 256,
+    name: Name = None, max_mib: Annotated[int, typer.Option(min=1, max=65_536, help="Size limit of the file.")] = 256
 ) -> None:
     """Record the requests that arrive from now on, at all routers. The file stays on the head until it is fetched."""
     ask_deployed(name, "start_capture", max_bytes=max_mib << 20)
@@ -33,16 +32,13 @@ def start(
 
 @capture.command()
 def stop(
-    output: Annotated[Path, typer.Option("--output", "-o", help="Trace file to write.")],
-    name: Name = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Trace file to write.")], name: Name = None
 ) -> None:
     """Stop the recording and write the trace, for `cluster bench`, `simulate`, `plan` and `autoscale replay`.
 
     Requests in flight are left out.
     """
     controller = join_controller(find_state(name))
-    from cluster.launch.driver import ask
-
     if ask(controller, "capture") is None:
         raise SpecError("no capture is running; start one with `cluster capture start`")
     time.sleep(_REPORTED_S)

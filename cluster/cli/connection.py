@@ -1,4 +1,4 @@
-"""Connections to a deployment: from its name to its state, a Ray driver and the controller's handle, or over SSH.
+"""Connections to a deployment: its state by its name, its controller, its routers; or over SSH to its head.
 
 Commands call this before they import Ray or anything that imports it: see local_ray.join().
 """
@@ -9,15 +9,20 @@ import os
 import shlex
 import subprocess
 import sys
+import urllib.parse
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
 from cluster.launch import local_ray
 from cluster.launch import state as states
 from cluster.launch.state import State
-from core.types.errors import DeployError, SpecError
+from core.types.errors import ClusterError, DeployError, SpecError
+
+if TYPE_CHECKING:  # Ray must not be imported before local_ray.join()
+    from cluster.launch.router_admin import AdminAnswer
+    from core.wire.client_access import EndpointAccess
 
 # Environment variable: address of a Ray to use instead of this user's deployments on this machine.
 ADDRESS = "CLUSTER_ADDRESS"
@@ -49,16 +54,20 @@ def find_state(name: str | None, *, to_remove: bool = False) -> State:
 def ask_deployed(name: str | None, method: str, *args: Any, **kwargs: Any) -> Any:
     """Call a method of the controller of the deployment called `name`.
 
-    Raises what find_state, join_controller and cluster.launch.driver.ask raise.
+    Raises what find_state, join_controller and ask raise.
     """
-    controller = join_controller(find_state(name))
+    return ask(join_controller(find_state(name)), method, *args, **kwargs)
+
+
+def ask(controller: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+    """Call a method of a controller. Raises what cluster.launch.driver.ask raises."""
     from cluster.launch import driver
 
     return driver.ask(controller, method, *args, **kwargs)
 
 
 def join_controller(state: State) -> Any:
-    """Become a driver of the deployment's Ray. Returns the controller's handle, for cluster.launch.driver.ask.
+    """Become a driver of the deployment's Ray. Returns the controller's handle, for ask().
 
     Raises DeployError if Ray or the controller does not answer.
     """
@@ -71,6 +80,54 @@ def join_controller(state: State) -> Any:
     if controller is None:
         raise DeployError(f"{state.name}: no controller on Ray at {state.ray_address}; run `cluster down`")
     return controller
+
+
+def access_to(state: State | None, api_key: str | None) -> EndpointAccess:
+    """Return access to a deployment's endpoints; None: to an endpoint given by its address."""
+    from core.wire.client_access import EndpointAccess
+
+    if state is None:
+        return EndpointAccess(api_key=api_key)
+    if not api_key and state.needs_keys:
+        from cluster.launch import operator_key
+
+        api_key = operator_key.read(state.endpoints or state.name)
+    is_tls = state.http.startswith("https://")
+    return EndpointAccess(api_key=api_key, certificate=state.certificate, is_tls=is_tls, model=state.model)
+
+
+def ask_routers_of(name: str | None, admin: str | None, path: str) -> list[AdminAnswer]:
+    """GET `path` from the admin port `admin` or, without it, of each router.
+
+    Returns at least one response, else raises ClusterError.
+    """
+    from cluster.launch.router_admin import ask_at, ask_routers
+
+    if admin:
+        answers = ask_at(admin, path)
+    else:
+        state = find_state(name)
+        if state.joined_ray is None:
+            join_controller(state)
+        answers = ask_routers(state, path)
+    if not answers:
+        raise ClusterError("no router answers; see `cluster status`")
+    return answers
+
+
+def remembered(name: str | None, admin: str | None, path: str, request_id: str) -> dict[str, Any]:
+    """GET `path` and the request id from the router that served the request.
+
+    Raises ClusterError if no router knows it.
+    """
+    answers = ask_routers_of(name, admin, path + urllib.parse.quote(request_id, safe=""))
+    found = [tree for answer in answers if answer.status == 200 and (tree := answer.json())]
+    if not found:
+        raise ClusterError(
+            f"no router remembers request {request_id}: each keeps its last 1,000, by the id in `generate --json`, "
+            "in the X-Request-Id header, or in an answer"
+        )
+    return found[0]
 
 
 def run_over_ssh(address: str, arguments: Sequence[str]) -> NoReturn:

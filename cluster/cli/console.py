@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from cluster.control.report import Pools, ReplicaReport
-
 if TYPE_CHECKING:
     from rich.live import Live
+    from rich.progress import Progress
+
+    from cluster.control.report import Pools, ReplicaReport
 
 _BAR_WIDTH = 20
 
@@ -27,7 +28,7 @@ class ConsoleReporter:
         if self._live:
             self._live.console.print(line, highlight=False, markup=False)
         else:
-            print(line, file=sys.stderr, flush=True)
+            say(line)
 
     def show(self, pools: Pools) -> None:
         replicas = [replica for pool in pools.values() for replica in pool["replicas"]]
@@ -67,6 +68,24 @@ def reporter(*, is_new: bool) -> Iterator[ConsoleReporter]:
 
     with Live(console=Console(stderr=True), transient=True, auto_refresh=False) as live:
         yield ConsoleReporter(live, is_new=is_new)
+
+
+def say(line: str) -> None:
+    """Report progress outside a live table."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def progress_bar(*titles: str, is_transient: bool) -> Progress:
+    """Return a progress bar for tasks with a known number of steps, shown only on a terminal. titles: shown before it.
+
+    is_transient: it disappears at the end.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
+
+    parts = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    is_terminal = sys.stderr.isatty()
+    return Progress(*titles, *parts, console=Console(stderr=True), disable=not is_terminal, transient=is_transient)
 
 
 def columns(rows: list[list[str]]) -> str:

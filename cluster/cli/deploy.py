@@ -10,6 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from cluster.cli.connection import ADDRESS, find_state
+from cluster.cli.console import reporter
+from cluster.cli.options import Name, WaitForNodes
 from cluster.launch import state as states
 from core.types.errors import DeployError, NotDeployed
 
@@ -17,10 +19,6 @@ TLS_IS_OFF = (
     "security.tls is off: processes communicate unencrypted and accept commands from anyone who reaches their ports"
 )
 _INTERRUPT_S = 120.0
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-WaitForNodes = Annotated[bool, typer.Option(help="Wait for nodes that an autoscaler will add, instead of failing.")]
-Name = Annotated[str | None, typer.Option("--name", help="Deployment name; needed only if there are several.")]
 
 
 def deploy(
@@ -34,8 +32,7 @@ def deploy(
     address: Annotated[
         str | None,
         typer.Option(
-            envvar=[ADDRESS, "RAY_ADDRESS"],
-            help="HOST:PORT of a Ray cluster, or auto; default: start a local Ray.",
+            envvar=[ADDRESS, "RAY_ADDRESS"], help="HOST:PORT of a Ray cluster, or auto; default: start a local Ray."
         ),
     ] = None,
     grpc_port: Annotated[int | None, typer.Option(help="Default 50051.")] = None,
@@ -54,7 +51,6 @@ def deploy(
     Checks every host first: GPUs, driver and NCCL, memory, disks, ports, limits, clocks, versions. On failure or
     Ctrl-C, everything that was started is removed.
     """
-    from cluster.cli.console import reporter
     from cluster.control.desired_state import Parts
     from cluster.launch import deployment
     from core.spec.loader import load_spec

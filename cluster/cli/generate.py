@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cluster.cli.connection import find_state
-from cluster.cli.deploy import Name
-from cluster.cli.endpoint_options import ApiKeyOption, access_to
+from cluster.cli.connection import access_to, find_state
+from cluster.cli.options import ApiKeyOption, Name
 from core.types.errors import RequestFailed, SpecError
 
 if TYPE_CHECKING:

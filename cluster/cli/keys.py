@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cluster.cli.connection import ask_deployed
-from cluster.cli.deploy import Name
+from cluster.cli.console import columns
+from cluster.cli.options import Name
 from core.types.errors import DeployError
 
 if TYPE_CHECKING:
-    from core.types.api_key import ApiKey, KeyChange, KeyRegistry
+    from core.types.api_key import KeyChange, KeyRegistry
 
 keys = typer.Typer(help="API keys of clients: identity and limits.", no_args_is_help=True)
 
@@ -62,10 +63,9 @@ def list_keys(
     """List all keys, without their secrets."""
     registry: KeyRegistry = ask_deployed(name, "keys")
     if as_json:
-        print(json.dumps([_public(one) for one in registry.keys], indent=1))
+        trees = [{field: value for field, value in asdict(one).items() if field != "digest"} for one in registry.keys]
+        print(json.dumps(trees, indent=1))
         return
-    from cluster.cli.console import columns
-
     rows = [["NAME", "ID", "TENANT", "RPM", "TPM", "CONCURRENCY", "MAX TOKENS", "PRIORITY"]]
     for one in registry.keys:
         limits = (one.rpm, one.tpm, one.concurrency, one.max_tokens)
@@ -91,9 +91,3 @@ def revoke(
     if problems := [problem for problem in (unavailable, change.problem) if problem]:
         raise DeployError(f"{revoked.id} of {revoked.name} is revoked, but {'; and '.join(problems)}")
     print(f"{revoked.id} of {revoked.name} is revoked")
-
-
-def _public(key: ApiKey) -> dict[str, Any]:
-    fields = asdict(key)
-    del fields["digest"]
-    return fields

@@ -10,10 +10,11 @@ from typing import Annotated, Any
 
 import typer
 
-from cluster.cli.connection import find_state, join_controller
-from cluster.cli.deploy import Name, WaitForNodes
+from cluster.cli.connection import ask, find_state, join_controller
+from cluster.cli.console import reporter
+from cluster.cli.options import Name, WaitForNodes
 from cluster.control.replica import number_of
-from cluster.control.report import Pools
+from cluster.control.report import ControllerReport, Pools
 from core.process.log import LogPart
 from core.types.errors import SpecError
 
@@ -90,8 +91,6 @@ def logs(
     if state.endpoints and replica == "router":
         raise SpecError(f"it uses the routers of {state.endpoints}; run `cluster logs router --name {state.endpoints}`")
     controller = join_controller(state)
-    from cluster.launch.driver import ask
-
     parts: dict[int, LogPart] = ask(controller, "logs", replica, lines=lines)
     # Includes ranks that cannot be read right now.
     ends: dict[int, int] = {}
@@ -131,19 +130,18 @@ def _change(
     begin = time.monotonic()
     state = find_state(name)
     controller = join_controller(state)
-    from cluster.cli.console import reporter
-    from cluster.launch.driver import ask
-    from cluster.launch.pool_watch import await_ready, failures_so_far
-    from cluster.launch.router_admin import await_seen
+    from cluster.launch.status import await_serving
 
-    known_failures = failures_so_far(controller)
-    known = {replica["id"] for pool in ask(controller, "status")["pools"].values() for replica in pool["replicas"]}
+    before: ControllerReport = ask(controller, "status")
+    known_failures = {failure["replica"] for pool in before["pools"].values() for failure in pool["failures"]}
+    known = {replica["id"] for pool in before["pools"].values() for replica in pool["replicas"]}
     result = ask(controller, method, *args, **kw)
-    timeouts = ask(controller, "status")["spec"]["timeouts"]
+    timeouts = before["spec"]["timeouts"]
     deadline = begin + (timeout or timeouts["start_s"] + timeouts["drain_s"])
     with reporter(is_new=False) as report:
-        pools = await_ready(controller, roles, deadline=deadline, reporter=report, known_failures=known_failures)
-    await_seen(state, {role: pools[role]["desired"] for role in roles})
+        pools = await_serving(
+            controller, state, roles, deadline=deadline, reporter=report, known_failures=known_failures
+        )
     return _Change(known, result, pools, time.monotonic() - begin)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import date
@@ -13,7 +12,8 @@ from typing import Annotated
 
 import typer
 
-from cluster.cli.planning.model_options import DEFAULT_MODEL, Model
+from cluster.cli.console import columns, say
+from cluster.cli.options import DEFAULT_MODEL, Model
 from core.model.kv_memory import QUANTIZED
 from core.model.shape import ModelConfig
 from core.types.errors import SpecError
@@ -59,8 +59,8 @@ def quantize(
 
     model_dir = resolve(model)
     text = _read(calibrate) if calibrate else None
-    calibrated = dict if text is None else partial(inputs_of_text, model_dir, text, _say)
-    quantize_checkpoint(model_dir, into, to, group=group, calibrate=calibrated, say=_say)
+    calibrated = dict if text is None else partial(inputs_of_text, model_dir, text, say)
+    quantize_checkpoint(model_dir, into, to, group=group, calibrate=calibrated, say=say)
     print(f"wrote {into}")
 
 
@@ -81,7 +81,7 @@ def calibrate(
     model_dir, words = resolve(model), _read(text) if text else _halves_of_reference()[1]
     if not os.access(model_dir, os.W_OK):
         raise SpecError(f"{model_dir} is read-only; copy the model to a directory of your own")
-    print(f"wrote {write_bases(model_dir, bases_of_text(model_dir, words, _say))}")
+    print(f"wrote {write_bases(model_dir, bases_of_text(model_dir, words, say))}")
 
 
 @evaluate.command()
@@ -121,7 +121,6 @@ def formats(
     from importlib.util import find_spec
     from itertools import product
 
-    from cluster.cli.console import columns
     from core.model import config as model_config
     from core.model.source import resolve
     from engine.tools import formats as tool
@@ -162,7 +161,7 @@ def formats(
             seconds=seconds,
             tasks=[task for task in tasks.split(",") if task],
             limit=limit,
-            measured=lambda cost: _say(f"{cost.weights} / {cost.kv} / {cost.wire}: done"),
+            measured=lambda cost: say(f"{cost.weights} / {cost.kv} / {cost.wire}: done"),
         )
     facts = {"model": model, "threads": threads, "date": date.today().isoformat()}
     print(columns(tool.table(costs)))
@@ -237,20 +236,16 @@ def _weights(
     from engine.quantization.write import quantize_checkpoint
 
     found = []
-    calibrate = cache(partial(inputs_of_text, model_dir, seen, _say)) if seen is not None else dict
+    calibrate = cache(partial(inputs_of_text, model_dir, seen, say)) if seen is not None else dict
     for name, kind, group, source in names:
         if source:
             found.append((name, resolve(source), "auto"))
         elif name in _HELD:
             found.append((name, model_dir, _HELD[name]))
         else:
-            quantize_checkpoint(model_dir, scratch / name, kind, group=group, calibrate=calibrate, say=_say)
+            quantize_checkpoint(model_dir, scratch / name, kind, group=group, calibrate=calibrate, say=say)
             found.append((name, scratch / name, "auto"))
     return found
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def _read(path: Path) -> str:

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 import typer
 
 from cluster.cli.connection import find_state, join_controller
-from cluster.cli.deploy import TLS_IS_OFF, AsJson, Name
+from cluster.cli.console import columns
+from cluster.cli.deploy import TLS_IS_OFF
+from cluster.cli.options import AsJson, Name
 from core.types.errors import DeployError, NotDeployed
 
 if TYPE_CHECKING:  # Ray must not be imported before local_ray.join()
@@ -19,10 +21,7 @@ if TYPE_CHECKING:  # Ray must not be imported before local_ray.join()
 _NOT_READY, _NOTHING_DEPLOYED = 1, 3
 
 
-def status(
-    name: Name = None,
-    as_json: AsJson = False,
-) -> None:
+def status(name: Name = None, as_json: AsJson = False) -> None:
     """Show all replicas. Exit code: 0 ready, 1 degraded or not ready, 3 nothing deployed."""
     state = None
     try:
@@ -69,7 +68,6 @@ def _update_lines(revision: RevisionReport) -> list[str]:
 
 def as_text(report: DeploymentReport) -> str:
     """Format the report as text."""
-    from cluster.cli.console import columns
     from cluster.launch.endpoints import openai_urls
 
     rows = [["REPLICA", "STATE", "NODE", "DEVICES", "BLOCKS", "FREE", "CACHED", "RUNNING", "WAITING", ""]]

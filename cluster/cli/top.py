@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cluster.cli.deploy import Name
-from cluster.cli.routers import Admin, ask_routers_of
+from cluster.cli.connection import ask_routers_of
+from cluster.cli.console import columns
+from cluster.cli.options import Admin, Name
 from core.types.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -62,8 +63,6 @@ def _watch(name: str | None, admin: str | None, interval_s: float) -> None:
 
 def plain(views: Sequence[View]) -> str:
     """Format the views as plain text, for scripts and pagers."""
-    from cluster.cli.console import columns
-
     parts = [_head(views), columns([_REPLICA_HEADS, *_replica_rows(views)])]
     for title, heads, rows in _tables(views):
         if rows:

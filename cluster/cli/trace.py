@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from cluster.cli.deploy import AsJson, Name
-from cluster.cli.routers import Admin, RequestId, remembered
+from cluster.cli.connection import remembered
+from cluster.cli.console import columns
+from cluster.cli.options import Admin, AsJson, Name, RequestId
 from core.types.timeline import Span, critical_path, spans_of
 
 # Width of the timeline in characters.
@@ -17,12 +18,7 @@ _SHOWN = 0.01
 _PARTS = ("wait_s", "queue_s", "fetch_s", "compute_s", "keep_s", "transfer_s", "stall_s", "decode_s", "cost_s")
 
 
-def trace(
-    request_id: RequestId,
-    name: Name = None,
-    admin: Admin = None,
-    as_json: AsJson = False,
-) -> None:
+def trace(request_id: RequestId, name: Name = None, admin: Admin = None, as_json: AsJson = False) -> None:
     """Draw the timeline of a request: queue, route, pull, compute, wire, wait, decode. `#` marks its critical path.
 
     A router remembers its last 1,000 requests, whether or not they are traced.
@@ -83,12 +79,7 @@ def _share(span: Span, total_s: float) -> str:
     return f"{span.state.value}{where} {1e3 * took_s:.1f} ms ({took_s / total_s if total_s else 0:.0%})"
 
 
-def explain(
-    request_id: RequestId,
-    name: Name = None,
-    admin: Admin = None,
-    as_json: AsJson = False,
-) -> None:
+def explain(request_id: RequestId, name: Name = None, admin: Admin = None, as_json: AsJson = False) -> None:
     """Show the replica pairs that the router considered for a request, with the predicted cost of each; the chosen pair
     is first.
 
@@ -109,8 +100,6 @@ def explain(
 
 
 def _options_table(options: list[dict[str, Any]]) -> str:
-    from cluster.cli.console import columns
-
     rows = [["PREFILL", "DECODE", "PULL FROM", *(part.removesuffix("_s").upper() for part in _PARTS)]]
     for option in options:
         names = [option["prefill"] or "-", option["decode"], option["fetch_from"] or "-"]
@@ -119,8 +108,6 @@ def _options_table(options: list[dict[str, Any]]) -> str:
 
 
 def _replicas_table(replicas: dict[str, dict[str, Any]]) -> str:
-    from cluster.cli.console import columns
-
     rows = [
         ["REPLICA", "CACHED", "QUEUE ms", "STREAMS", "BLOCKS", "STEP ms", "TOKEN us", "PAIR ns", "CONTEXT ns", "MB/S"]
     ]

@@ -9,23 +9,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cluster.cli.connection import find_state, join_controller
-from cluster.cli.deploy import Name, WaitForNodes
+from cluster.cli.connection import ask, find_state, join_controller
+from cluster.cli.console import columns, reporter
+from cluster.cli.options import Name, WaitForNodes
 from core.types.errors import DeployError, SpecError
 
 if TYPE_CHECKING:
     from cluster.control.report import ControllerReport, Reporter
     from cluster.rollout.spec_diff import SpecChange
     from core.spec.schema import Spec
-    from core.types.request import Role
 
 _POLL_S = 0.5
 
 
 def update(
     topology: Annotated[
-        str | None,
-        typer.Argument(metavar="FILE|2P4D", help="New spec; default: only the changes of --set."),
+        str | None, typer.Argument(metavar="FILE|2P4D", help="New spec; default: only the changes of --set.")
     ] = None,
     overrides: Annotated[
         list[str] | None,
@@ -63,9 +62,6 @@ def update(
     begin = time.monotonic()
     state = find_state(name)
     controller = join_controller(state)
-    from cluster.cli.console import reporter
-    from cluster.launch.driver import ask
-
     deadline = None if timeout is None else begin + timeout
     if abort:
         revision = ask(controller, "abort_update")
@@ -74,6 +70,7 @@ def update(
         print(f"back at revision {revision} after {time.monotonic() - begin:.1f} s")
         return
     from cluster.launch.preflight import check_model
+    from cluster.launch.status import await_serving
     from cluster.rollout.spec_diff import changes_of, check_possible
     from cluster.rollout.update import UpdateOptions
     from core.spec.loader import parse_spec
@@ -106,7 +103,9 @@ def update(
         if ask(controller, "update", new.model_dump(mode="json"), options, seen=now["spec"]):
             message = _await_end(controller, report, deadline=deadline)
         else:
-            message = _await_live(controller, state, report, deadline=deadline or begin + new.timeouts.start_s)
+            end_at = deadline or begin + new.timeouts.start_s
+            await_serving(controller, state, ("prefill", "decode"), deadline=end_at, reporter=report)
+            message = "applied live: no replica was replaced"
     print(f"{message}, after {time.monotonic() - begin:.1f} s")
 
 
@@ -128,7 +127,6 @@ def _sources(spec: Spec) -> set[str]:
 
 def _as_text(changes: Sequence[SpecChange], now: ControllerReport, *, restarts_all: bool) -> str:
     """Format the effect of an update as text."""
-    from cluster.cli.console import columns
     from cluster.rollout.spec_diff import Needs
     from cluster.rollout.updater import roles_of
 
@@ -149,8 +147,6 @@ def _as_text(changes: Sequence[SpecChange], now: ControllerReport, *, restarts_a
 
 def _await_end(controller: Any, report: Reporter, *, deadline: float | None) -> str:
     """Wait until the update ends. Returns its outcome. Raises DeployError if it was rolled back, or at the deadline."""
-    from cluster.launch.driver import ask
-
     message, was_returning = "", False
     while True:
         now: ControllerReport = ask(controller, "status")
@@ -175,15 +171,3 @@ def _await_end(controller: Any, report: Reporter, *, deadline: float | None) -> 
     if "rolled back" in outcome and "an operator" not in outcome:
         raise DeployError(outcome)
     return outcome
-
-
-def _await_live(controller: Any, state: Any, report: Reporter, *, deadline: float) -> str:
-    """Wait for pools that change their size without replacing replicas."""
-    from cluster.launch.pool_watch import await_ready
-    from cluster.launch.router_admin import await_seen
-    from core.types.request import Role
-
-    roles: list[Role] = list(Role)
-    pools = await_ready(controller, roles, deadline=deadline, reporter=report)
-    await_seen(state, {role: pools[role]["desired"] for role in roles})
-    return "applied live: no replica was replaced"

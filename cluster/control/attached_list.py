@@ -48,8 +48,3 @@ class AttachedList:
         ) as error:
             logger.warning("ignored unreadable deployment record deployment=%s error=%r", name, error)
             return text, known[1] if known else None
-
-
-def attached_to(endpoints: str) -> list[str]:
-    """Return the names of the deployments attached to `endpoints`, sorted. Raises DeployError."""
-    return sorted(launch.spec.name for launch in AttachedList(endpoints).launches())

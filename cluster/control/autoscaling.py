@@ -3,35 +3,38 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import asdict, replace
-from typing import Any, Protocol, TypedDict
+from dataclasses import asdict, dataclass, replace
+from typing import Any, TypedDict
 
 from ray.exceptions import RayError
 
-from cluster.control import scaling_history
 from cluster.control.desired_state import Desired
 from cluster.control.placement import live_nodes, run_on
-from cluster.control.pool import RolePools
-from cluster.control.scaling_history import ScalingHistory
-from cluster.control.traffic_log import TrafficLog
+from cluster.control.pool import ReplicaPool
+from cluster.control.traffic import TrafficLog
+from cluster.ray import store
+from cluster.ray.store import namespace
 from core.trace.traffic import ShownDecision
 from core.types.errors import ClusterError
+from core.types.json_records import known_fields
 from core.types.request import Role
 from core.types.role_switch import hindrance
 from planner.autoscaler.decide import AutoscaleState
 from planner.autoscaler.live_observation import LiveObservation
 from planner.autoscaler.observation import ChangePrice
 from planner.autoscaler.pool_sizes import PoolSizes
-from planner.autoscaler.scaling_decision import ScalingDecision
+from planner.autoscaler.scaling_decision import Prediction, ScalingDecision
+from planner.autoscaler.simulator_accuracy import Trust
 
 logger = logging.getLogger(__name__)
 
-_KEPT = 200  # decisions
-_SHOWN = 20
+_KEPT, _STORED, _SHOWN = 200, 50, 20  # decisions
+_ENTRY = "autoscale"
 _DRY = " (dry run)"
 # Interval at which the spec is checked for an `autoscale` section.
 _LOOK_S = 1.0
@@ -44,11 +47,12 @@ Scale = Callable[[dict[str, int]], Awaitable[Any]]
 Decide = Callable[[AutoscaleState, LiveObservation], Awaitable[tuple[AutoscaleState, ScalingDecision]]]
 
 
-class HistoryStore(Protocol):
-    """Storage for decisions that outlives this process: cluster.control.scaling_history, or a test's fake."""
+@dataclass(frozen=True)
+class ScalingHistory:
+    """History in Ray's store, from which a restarted controller continues."""
 
-    def load(self, name: str, /) -> ScalingHistory | None: ...
-    def save(self, name: str, state: AutoscaleState, decisions: Iterable[ScalingDecision], /) -> None: ...
+    state: AutoscaleState
+    decisions: list[ScalingDecision]  # oldest first
 
 
 class AutoscaleReport(TypedDict):
@@ -91,13 +95,12 @@ class Autoscaling:
     def __init__(
         self,
         name: str,
-        pools: Mapping[Role, RolePools],
+        pools: Mapping[Role, ReplicaPool],
         traffic_log: TrafficLog,
         *,
         desired: Callable[[], Desired | None],
         scale: Scale,
         decide: Decide = _decide_on_head,
-        store: HistoryStore = scaling_history,
     ) -> None:
         self._pools = pools
         self._traffic_log = traffic_log
@@ -105,7 +108,6 @@ class Autoscaling:
         self._scale = scale
         self._decide = decide
         self._name = name
-        self._store = store
         # None until it is loaded.
         self._state: AutoscaleState | None = None
         self._decisions: deque[ScalingDecision] = deque(maxlen=_KEPT)
@@ -169,7 +171,7 @@ class Autoscaling:
         rules = desired.spec.autoscale
         state = self._load_state()
         new_state, decision = await self._decide(state, self._observe(desired))
-        stored = self._store.load(self._name)
+        stored = load_history(self._name)
         if stored and stored.state.number > state.number:
             self._take_over(stored)
             return None
@@ -180,7 +182,7 @@ class Autoscaling:
         self._state = new_state
         self._decisions.append(decision)
         # Stored before it is applied, so that the next run of the controller knows of it.
-        self._store.save(self._name, new_state, self._decisions)
+        save_history(self._name, new_state, self._decisions)
         logger.info("autoscale %s -> %s by %s: %s", decision.before, decision.after, decision.mode, decision.reason)
         if decision.is_change and not decision.is_dry_run:
             await self._scale({Role.PREFILL.value: decision.after.prefill, Role.DECODE.value: decision.after.decode})
@@ -218,7 +220,7 @@ class Autoscaling:
 
     def _load_state(self) -> AutoscaleState:
         if self._state is None:
-            if stored := self._store.load(self._name):
+            if stored := load_history(self._name):
                 self._take_over(stored)
             else:
                 self._history = f"started without history at {time.strftime('%Y-%m-%d %H:%M:%S')}"
@@ -230,6 +232,27 @@ class Autoscaling:
         self._state = replace(stored.state, decided_s=time.monotonic(), expected=None)
         self._decisions = deque(stored.decisions, maxlen=_KEPT)
         self._history = f"continued from an earlier run of the controller, up to decision {self._state.number}"
+
+
+def save_history(name: str, state: AutoscaleState, decisions: Iterable[ScalingDecision]) -> None:
+    """Store the state and the last 50 decisions. Raises DeployError."""
+    last = [decision.as_dict() for decision in [*decisions][-_STORED:]]
+    store.put(namespace(name), _ENTRY, json.dumps({"state": asdict(state), "decisions": last}))
+
+
+def load_history(name: str) -> ScalingHistory | None:
+    """Return the stored history, or None if there is none. Raises DeployError."""
+    if not (text := store.get(namespace(name), _ENTRY)):
+        return None
+    tree: dict[str, Any] = json.loads(text)
+    state = tree["state"]
+    read = {
+        "expected": Prediction.of(state["expected"]) if state["expected"] else None,
+        "calm_sizes": PoolSizes(*state["calm_sizes"]) if state["calm_sizes"] else None,
+        "trust": Trust(**known_fields(Trust, state["trust"])),
+    }
+    decisions = [ScalingDecision.of(one) for one in tree["decisions"]]
+    return ScalingHistory(AutoscaleState(**{**known_fields(AutoscaleState, state), **read}), decisions)
 
 
 def _mean(seconds: list[float], usual: float) -> float:

@@ -12,27 +12,27 @@ import functools
 import logging
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from cluster.control import desired_state as desired_store
-from cluster.control import key_registry, scaling_history
 from cluster.control.autoscaling import AutoscaleReport, Autoscaling
-from cluster.control.desired_state import CONTROLLER, Desired, Parts
+from cluster.control.desired_state import Desired, Parts
 from cluster.control.gang import find_replicas, remove_leftovers
 from cluster.control.key_registry import KeyKeeper
 from cluster.control.placement import check_room
-from cluster.control.pool import RolePools, pool_of
+from cluster.control.pool import ReplicaPool, pool_of
 from cluster.control.replica import replica_id, role_of
 from cluster.control.replica_lifecycle import adopt_all
 from cluster.control.report import ControllerReport
 from cluster.control.role_switches import RoleSwitches
-from cluster.control.traffic_capture import CaptureReport, CurrentCapture, remove_stale_capture
-from cluster.control.traffic_log import TrafficLog
-from cluster.ray import authority_store
+from cluster.control.traffic import CaptureReport, CurrentCapture, TrafficLog, remove_stale_capture
+from cluster.ray import store
 from cluster.ray.node_logs import RouterLogs, read_rank
+from cluster.ray.store import CONTROLLER, namespace
 from cluster.rollout.revision_reporter import RevisionReporter
 from cluster.rollout.update import UpdateOptions
 from cluster.rollout.updater import Updater
+from core.identity.authority import Authority, open_files
 from core.identity.credentials import Certificate
 from core.identity.process_name import ProcessName
 from core.process.log import LogPart, read_log, redirect_output
@@ -46,8 +46,9 @@ from core.types.request import Role
 
 logger = logging.getLogger(__name__)
 
-ACTOR_NAME = CONTROLLER
-_ROUTER = "router"
+T = TypeVar("T")
+
+_ROUTER, _AUTHORITY = "router", "authority"
 _RECONCILE_S = 1.0
 
 
@@ -61,15 +62,16 @@ class Controller:
 
     async def __init__(self, name: str) -> None:  # type: ignore[misc]  # Ray awaits it
         self._name = name
-        self._desired = desired_store.load(name)
-        if self._desired:
-            redirect_output(_own_log(self._desired.launch.log_dir), who=ACTOR_NAME)
-            remove_stale_capture(self._desired.launch.log_dir)
-        self._keys = KeyKeeper(self._desired.launch) if self._desired else None
+        self._desired: Desired | None = None
+        self._keys: KeyKeeper | None = None
+        self._updater: Updater | None = None
         self._changed = asyncio.Event()
-        makes = self._desired.makes if self._desired else dict.fromkeys(Role, 1)
-        self._pools = {role: RolePools(role, make=makes[role], changed=self._changed.set) for role in Role}
-        self._updater = self._make_updater(self._desired) if self._desired else None
+        stored = desired_store.load(name)
+        makes = stored.makes if stored else dict.fromkeys(Role, 1)
+        self._pools = {role: ReplicaPool(role, make=makes[role], changed=self._changed.set) for role in Role}
+        if stored:
+            self._take_charge(stored)
+            remove_stale_capture(stored.launch.log_dir)
         self._switches = RoleSwitches(self._pools)
         self._has_adopted = asyncio.Event()
         self._router_logs = RouterLogs()
@@ -88,11 +90,8 @@ class Controller:
     async def apply(self, launch: Launch, *, parts: Parts) -> None:
         """Make the launch's spec the desired state. Changes to pools apply to replicas that start from now on."""
         if self._desired is None:
-            redirect_output(_own_log(launch.log_dir), who=ACTOR_NAME)
-            authority_store.prepare(launch.spec)
-            self._desired = Desired(launch=launch, parts=parts)
-            self._keys = KeyKeeper(launch)
-            self._updater = self._make_updater(self._desired)
+            _prepare_authority(launch.spec)
+            self._take_charge(Desired(launch=launch, parts=parts))
         else:
             _check_same_model(self._desired.spec, launch.spec)
             self._desired = replace(self._desired, launch=replace(self._desired.launch, spec=launch.spec))
@@ -192,7 +191,7 @@ class Controller:
 
         "controller" means this process; "router" means all routers in start order, including ended ones.
         """
-        if replica == ACTOR_NAME:
+        if replica == CONTROLLER:
             return {0: read_log(_own_log(self._known.launch.log_dir), lines=lines, start=(starts or {}).get(0))}
         if replica == _ROUTER:
             return await self._router_logs.read(self._known.launch.log_dir, lines=lines, starts=starts or {})
@@ -210,7 +209,7 @@ class Controller:
         """Issue a certificate for a process of this deployment. request: its signing request."""
         if name.deployment != self._name:
             raise SpecError(f"{name.uri} is not a process of {self._name}")
-        return authority_store.find(self._known.spec).issue(name, request)
+        return _authority_of(self._known.spec).issue(name, request)
 
     async def keys(self) -> KeyRegistry:
         """Return the clients' API keys; digests only, no secrets."""
@@ -317,10 +316,12 @@ class Controller:
         desired_store.save(self._known)
         return replica
 
-    def _make_updater(self, desired: Desired) -> Updater:
-        return Updater(
-            self._pools, reporter=RevisionReporter(desired.launch), save=lambda: desired_store.save(self._known)
-        )
+    def _take_charge(self, desired: Desired) -> None:
+        """Begin to work for a deployment."""
+        redirect_output(_own_log(desired.launch.log_dir), who=CONTROLLER)
+        self._keys, reporter = KeyKeeper(desired.launch), RevisionReporter(desired.launch)
+        self._updater = Updater(self._pools, reporter=reporter, save=lambda: desired_store.save(self._known))
+        self._desired = desired
 
     def _desire_changed(self) -> None:
         desired_store.save(self._known)
@@ -328,29 +329,49 @@ class Controller:
 
     @property
     def _key_keeper(self) -> KeyKeeper:
-        if self._keys is None:
-            raise DeployError(f"{self._name}: nothing has been deployed yet")
-        return self._keys
+        return self._deployed(self._keys)
 
     @property
     def _updates(self) -> Updater:
-        if self._updater is None:
-            raise DeployError(f"{self._name}: nothing has been deployed yet")
-        return self._updater
+        return self._deployed(self._updater)
 
     @property
     def _known(self) -> Desired:
-        if self._desired is None:
+        return self._deployed(self._desired)
+
+    def _deployed(self, part: T | None) -> T:
+        if part is None:
             raise DeployError(f"{self._name}: nothing has been deployed yet")
-        return self._desired
+        return part
 
 
 def remove_remains(name: str) -> None:
     """Remove all replicas of a deployment and all its entries in Ray's store. Raises RayError, DeployError."""
     for replica in find_replicas(name):
         remove_leftovers(replica, name)
-    for store in (key_registry, scaling_history, desired_store, authority_store):
-        store.forget(name)
+    for key in store.keys_in(namespace(name)):
+        store.delete(namespace(name), key)
+
+
+def _prepare_authority(spec: Spec) -> None:
+    """Create the deployment's own certificate authority, or validate the operator's. Raises SpecError.
+
+    It is kept in Ray's store only, from which a restarted controller reads it; processes that can read it can run code
+    on every node anyway.
+    """
+    if spec.security.tls == "auto":
+        store.put(namespace(spec.name), _AUTHORITY, Authority.create(spec.name).to_json())
+    elif spec.security.tls == "files":
+        open_files(spec.security)
+
+
+def _authority_of(spec: Spec) -> Authority:
+    """Return the issuing authority; files are read on each call. Raises SpecError, and DeployError if there is none."""
+    if spec.security.tls == "files":
+        return open_files(spec.security)
+    if stored := store.get(namespace(spec.name), _AUTHORITY):
+        return Authority.from_json(stored)
+    raise DeployError(f"{spec.name} has no certificate authority (security.tls: {spec.security.tls})")
 
 
 def _check_same_model(old: Spec, new: Spec) -> None:
@@ -361,4 +382,4 @@ def _check_same_model(old: Spec, new: Spec) -> None:
 
 
 def _own_log(log_dir: str) -> Path:
-    return Path(log_dir) / f"{ACTOR_NAME}.log"
+    return Path(log_dir) / f"{CONTROLLER}.log"

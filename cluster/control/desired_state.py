@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from cluster.ray.store import StoreEntry
+from cluster.ray import store
+from cluster.ray.store import namespace
 from cluster.rollout.update import Update
 from core.identity.deployment_secrets import DeploymentSecrets
 from core.spec.loader import parse_spec
@@ -14,9 +15,6 @@ from core.spec.schema import AutoscaleSpec, Spec
 from core.types.json_records import known_fields
 from core.types.launch import Launch
 from core.types.request import Role
-
-# Name of the controller's actor.
-CONTROLLER = "controller"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,60 +88,42 @@ class Desired:
 
     def to_json(self) -> str:
         credentials = self.launch.credentials
-        return json.dumps(
-            {
-                "spec": self.spec.model_dump(mode="json"),
-                "index_url": credentials.index_url,
-                "log_dir": self.launch.log_dir,
-                "credentials": {"secret": credentials.secret.hex()},
-                "parts": asdict(self.parts),
-                "next_number": self.next_number,
-                "revision": self.revision,
-                "last_revision": self.last_revision,
-                "makes": self.makes,
-                "made": self.made,
-                "update": self.update.to_tree() if self.update else None,
-                "last_update": self.last_update,
-                "table_version": self.table_version,
-                "switched": self.switched,
-            }
-        )
+        tree = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "launch"} | {
+            "spec": self.spec.model_dump(mode="json"),
+            "index_url": credentials.index_url,
+            "log_dir": self.launch.log_dir,
+            "credentials": {"secret": credentials.secret.hex()},
+            "parts": asdict(self.parts),
+            "update": self.update.to_tree() if self.update else None,
+        }
+        return json.dumps(tree)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Desired:
         tree: dict[str, Any] = json.loads(text)
         secret = bytes.fromhex(tree["credentials"]["secret"])
-        return cls(
-            launch=Launch(
-                spec=parse_spec(tree["spec"], origin="the stored spec"),
-                log_dir=tree["log_dir"],
-                credentials=DeploymentSecrets(secret=secret, index_url=tree["index_url"]),
-            ),
-            parts=Parts(**known_fields(Parts, tree["parts"])),
-            next_number=_by_role(tree["next_number"]),
-            revision=tree["revision"],
-            last_revision=tree["last_revision"],
-            makes=_by_role(tree["makes"]),
-            made=tree["made"],
-            update=Update.from_tree(tree["update"]) if tree["update"] else None,
-            last_update=tree["last_update"],
-            table_version=tree["table_version"],
-            switched=tree["switched"],
+        launch = Launch(
+            spec=parse_spec(tree["spec"], origin="the stored spec"),
+            log_dir=tree["log_dir"],
+            credentials=DeploymentSecrets(secret=secret, index_url=tree["index_url"]),
         )
+        read: dict[str, Any] = {
+            "launch": launch,
+            "parts": Parts(**known_fields(Parts, tree["parts"])),
+            "next_number": _by_role(tree["next_number"]),
+            "makes": _by_role(tree["makes"]),
+            "update": Update.from_tree(tree["update"]) if tree["update"] else None,
+        }
+        return cls(**known_fields(cls, tree) | read)
 
 
 def _by_role(numbers: dict[str, int]) -> dict[Role, int]:
     return {Role(role): number for role, number in numbers.items()}
 
 
-def namespace(name: str) -> str:
-    """Return the Ray namespace of a deployment's actors. Its placement groups are named `<namespace>/<replica>`."""
-    return f"xpyd-{name}"
-
-
 def save(desired: Desired) -> None:
     """Store the desired state in Ray's control store."""
-    _entry(desired.spec.name).put(desired.to_json())
+    store.put(namespace(desired.spec.name), "desired", desired.to_json())
 
 
 def load(name: str) -> Desired | None:
@@ -153,12 +133,4 @@ def load(name: str) -> Desired | None:
 
 def stored(name: str) -> bytes | None:
     """Return the stored bytes, for callers that only compare them. Raises DeployError."""
-    return _entry(name).get()
-
-
-def forget(name: str) -> None:
-    _entry(name).delete()
-
-
-def _entry(name: str) -> StoreEntry:
-    return StoreEntry("desired", namespace=namespace(name))
+    return store.get(namespace(name), "desired")

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import re
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,10 +24,11 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.control.desired_state import Desired, namespace
+from cluster.control.desired_state import Desired
 from cluster.control.placement import NO_FAILURES, Node, bundle, live_nodes, preferred_node, why_pending
 from cluster.control.replica import parse_rank_name, rank_name, role_of
 from cluster.ray.rank_actor import CONCURRENCY_GROUPS, RankActor
+from cluster.ray.store import namespace
 from core.identity.process_name import ProcessName
 from core.types.errors import RankUnreachable, ReplicaFailed
 from core.types.rank_api import Binding
@@ -151,16 +152,7 @@ class Gang:
 
     async def ask_all(self, method: str, *args: Any, within_s: float | None = _ANSWER_S) -> list[Any]:
         """Call a method of every rank at once. Raises on the first failure, without waiting for the others."""
-        calls = [
-            asyncio.create_task(self.ask(rank, method, *args, within_s=within_s)) for rank in range(len(self._ranks))
-        ]
-        try:
-            await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
-            await _raise_cause(calls)
-            return [call.result() for call in calls]
-        finally:
-            for call in calls:
-                call.cancel()
+        return await _together(self.ask(rank, method, *args, within_s=within_s) for rank in range(len(self._ranks)))
 
     @property
     def name(self) -> str:
@@ -182,13 +174,7 @@ class Gang:
 
     async def watch(self) -> None:
         """Wait until any rank ends, then raise. Never returns."""
-        watches = [asyncio.create_task(self._watch(rank)) for rank in range(len(self._ranks))]
-        try:
-            await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
-            await _raise_cause(watches)
-        finally:
-            for watch in watches:
-                watch.cancel()
+        await _together(self._watch(rank) for rank in range(len(self._ranks)))
 
     async def remove(self, *, is_serving: bool) -> None:
         """Kill every rank and free the placement group. is_serving: let the ranks leave the membership first."""
@@ -253,13 +239,23 @@ def _group_name(replica: str, name: str) -> str:
     return f"{namespace(name)}/{replica}"
 
 
-async def _raise_cause(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    """Raise the most likely cause if a task failed: a dead process before errors raised by other ranks."""
-    if all(task.done() and not task.exception() for task in tasks):
-        return
-    await asyncio.wait(tasks, timeout=_GRACE_S)
-    errors = [error for task in tasks if task.done() and (error := task.exception())]
-    raise min(errors, key=lambda error: getattr(error, "will_repeat", False))
+async def _together(calls: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """Run the calls at once, and return their results.
+
+    On the first failure, raises the most likely cause, a dead process before errors raised by other ranks, and cancels
+    the rest.
+    """
+    tasks = [asyncio.create_task(call) for call in calls]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        if any(not task.done() or task.exception() for task in tasks):
+            await asyncio.wait(tasks, timeout=_GRACE_S)
+            errors = [error for task in tasks if task.done() and (error := task.exception())]
+            raise min(errors, key=lambda error: getattr(error, "will_repeat", False))
+        return [task.result() for task in tasks]
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 async def _translate_errors(rank: int, call: Awaitable[Any]) -> Any:

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from redis.exceptions import RedisError
 
-from cluster.control.desired_state import namespace
-from cluster.ray.store import StoreEntry
+from cluster.ray import store
+from cluster.ray.store import namespace
 from core.identity.deployment_secrets import Purpose
 from core.index.key_channel import KeyPublisher
 from core.index.redis_client import RedisReach, connect_redis
@@ -30,7 +30,7 @@ from core.types.launch import Launch
 
 logger = logging.getLogger(__name__)
 
-_FILE = "keys.json"
+_FILE, _ENTRY = "keys.json", "keys"
 _PUBLISH_S = 1.0
 
 
@@ -63,7 +63,7 @@ class KeyKeeper:
         # Set if this deployment uses the endpoints of another one.
         self._endpoints = launch.spec.router.endpoints
         self._file = key_file(launch.log_dir)
-        self._entry = _entry(name)
+        self._space = namespace(name)
         self.registry = self._load()
         # Why the last save failed; empty if it succeeded.
         self._problem = ""
@@ -89,7 +89,7 @@ class KeyKeeper:
         registry = self.registry.with_key(key)
         try:
             write_whole(self._file, registry.to_json())
-            self._entry.put(registry.to_json())
+            store.put(self._space, _ENTRY, registry.to_json())
         except DeployError as error:
             with suppress(DeployError):
                 write_whole(self._file, self.registry.to_json())
@@ -146,14 +146,14 @@ class KeyKeeper:
     def _load(self) -> KeyRegistry:
         """Return the saved registry, or an empty one. Raises DeployError."""
         # Ray's entry is newer than the file, which may be from an earlier deployment.
-        stored = self._entry.get()
+        stored = store.get(self._space, _ENTRY)
         return read_registry(self._file) if stored is None else KeyRegistry.from_json(stored)
 
     def _save(self) -> str:
         """Save to both stores. Return what failed and its consequence; empty if both succeeded."""
         problems = []
         try:
-            self._entry.put(self.registry.to_json())
+            store.put(self._space, _ENTRY, self.registry.to_json())
         except DeployError as error:
             problems.append(f"{error}; until it does, a restarted controller would not have this change")
         try:
@@ -168,12 +168,3 @@ class KeyKeeper:
     def _save_if_needed(self) -> None:
         if self._problem and not self._save():
             logger.info("API keys saved version=%d", self.registry.version)
-
-
-def forget(name: str) -> None:
-    """Delete the registry from Ray's store; the file stays."""
-    _entry(name).delete()
-
-
-def _entry(name: str) -> StoreEntry:
-    return StoreEntry("keys", namespace=namespace(name))

@@ -1,20 +1,20 @@
-"""Replica pools: the replicas of one role, apart by the revision that they were started from."""
+"""Replica pools: the replicas of one role, each with the revision that it was started from."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cluster.control.desired_state import Desired
 from cluster.control.gang import Home
 from cluster.control.pool_plan import STABLE_S, Backoff, plan_pool
-from cluster.control.replica import Failure, ReplicaState, ReplicaStatus
+from cluster.control.replica import ReplicaState, ReplicaStatus
 from cluster.control.replica_lifecycle import ReplicaLifecycle
-from cluster.control.report import PoolReport, ReplicaReport
+from cluster.control.report import FailureReport, PoolReport, ReplicaReport
 from core.types.errors import ReplicaFailed, SpecError
 from core.types.request import Role
 
@@ -29,6 +29,7 @@ class Member:
     """Replica in a pool."""
 
     life: ReplicaLifecycle
+    make: int  # revision that it was started from
     started_at: float
     # Time at which it was asked to drain.
     left_at: float | None = None
@@ -49,45 +50,76 @@ class Member:
         return since is not None and now - since >= STABLE_S
 
 
+@dataclass
+class StartRecord:
+    """Failed starts of one revision's replicas."""
+
+    backoff: Backoff = field(default_factory=Backoff)
+    failures: deque[FailureReport] = field(default_factory=lambda: deque(maxlen=_KEPT_FAILURES))
+    # Failed starts by node name, since the last reset.
+    by_node: Counter[str] = field(default_factory=Counter)
+
+    def reset(self) -> None:
+        """Allow starts at once: an operator changed something, or all replicas are stable."""
+        self.backoff.reset()
+        self.by_node.clear()
+
+
+@dataclass(frozen=True)
+class Goal:
+    """Desired size of one revision's part of a pool."""
+
+    # Desired state with that revision's spec.
+    desired: Desired
+    count: int  # replicas
+
+
 class ReplicaPool:
-    """Replicas of one role and revision, owned by the controller's event loop.
+    """Replicas of one role and of all revisions, owned by the controller's event loop.
 
     Calls `changed` whenever a replica ends.
     """
 
-    def __init__(self, role: Role, *, changed: Callable[[], None]) -> None:
+    def __init__(self, role: Role, *, make: int = 1, changed: Callable[[], None]) -> None:
+        """make: revision of the replicas while there is only one revision."""
         self.role = role
         self._changed = changed
         self._members: dict[str, Member] = {}
-        self._backoff = Backoff()
-        self._failures: deque[Failure] = deque(maxlen=_KEPT_FAILURES)
-        # By node name, since the last reset.
-        self._failed_starts: Counter[str] = Counter()
+        # By revision. Records stay after their replicas have left.
+        self._starts: defaultdict[int, StartRecord] = defaultdict(StartRecord)
+        # Newest revision that has a goal.
+        self._newest = make
         self._past_homes: dict[str, Home] = {}
         # Recent drain times of replicas that had served.
         self.drain_times_s: deque[float] = deque(maxlen=_KEPT_TIMES)
 
-    def reconcile(self, desired: Desired, new_id: Callable[[], str], *, count: int | None = None) -> None:
-        """Start and retire replicas until there are `count` (None: as in the spec), as far as the backoff allows.
+    def reconcile(self, goals: Mapping[int, Goal], new_id: Callable[[int], str]) -> None:
+        """Start and retire replicas until each revision has its number of them, as far as its backoff allows.
 
-        Never blocks.
+        Replicas of revisions without a goal leave. Never blocks. new_id: returns the id for a new replica of the given
+        revision.
         """
-        num_desired = desired.spec.pool(self.role).replicas if count is None else count
+        for member in self.members:
+            if member.make not in goals:
+                self.retire(member.life.view.id)
+        self._newest = max(goals, default=self._newest)
         now = time.monotonic()
-        members = list(self._members.values())
-        num_stable = sum(member.is_stable(now) for member in members if member.stays)
-        # Only if none is missing.
-        if members and num_stable >= num_desired:
-            self.retry()
-        plan = plan_pool(num_desired, self.views, can_start=self._backoff.allows(now))
-        for replica in plan.retire:
-            self.retire(replica)
-        for _ in range(plan.start):
-            self.add(ReplicaLifecycle(new_id(), desired, failures=Counter(self._failed_starts)))
+        for make, goal in goals.items():
+            members, starts = self.members_of(make), self.starts(make)
+            num_stable = sum(member.is_stable(now) for member in members if member.stays)
+            # Only if none is missing.
+            if members and num_stable >= goal.count:
+                starts.reset()
+            views = [member.life.view for member in members]
+            plan = plan_pool(goal.count, views, can_start=starts.backoff.allows(now))
+            for replica in plan.retire:
+                self.retire(replica)
+            for _ in range(plan.start):
+                self.add(ReplicaLifecycle(new_id(make), goal.desired, failures=Counter(starts.by_node)), make)
 
-    def add(self, life: ReplicaLifecycle) -> None:
-        """Add a new or an adopted replica and run it."""
-        member = Member(life, time.monotonic())
+    def add(self, life: ReplicaLifecycle, make: int | None = None) -> None:
+        """Add a new or an adopted replica and run it. make: its revision; None: the newest."""
+        member = Member(life, self._newest if make is None else make, time.monotonic())
         self._members[life.view.id] = member
         member.task = asyncio.create_task(self._live(member))
 
@@ -97,7 +129,7 @@ class ReplicaPool:
         successor: the replica that takes over its processes.
         """
         member = self._members[replica]
-        if member.life.view.state is ReplicaState.DRAINING and successor is None:
+        if not member.stays and successor is None:
             return
         member.life.leave(successor)
         member.left_at = time.monotonic()
@@ -105,13 +137,13 @@ class ReplicaPool:
             member.task.cancel()
 
     def retry(self) -> None:
-        """Reset the start backoff: an operator changed something, or all replicas are stable."""
-        self._backoff.reset()
-        self._failed_starts.clear()
+        """Reset the start backoff."""
+        for starts in self._starts.values():
+            starts.reset()
 
     async def stop(self) -> None:
         """Remove every replica at once, without draining."""
-        tasks = [member.task for member in self._members.values() if member.task is not None]
+        tasks = [member.task for member in self.members if member.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -125,32 +157,62 @@ class ReplicaPool:
         life = self.get(replica)
         return life.home if life else self._past_homes.get(replica)
 
-    @property
-    def views(self) -> list[ReplicaStatus]:
-        return [member.life.view for member in self._members.values()]
+    def members_of(self, make: int) -> list[Member]:
+        """Return the replicas of one revision."""
+        return [member for member in self.members if member.make == make]
 
-    @property
-    def ids(self) -> list[str]:
-        return list(self._members)
+    def starts(self, make: int) -> StartRecord:
+        """Return the failed starts of one revision."""
+        return self._starts[make]
 
     @property
     def members(self) -> list[Member]:
         return list(self._members.values())
 
     @property
-    def has_given_up(self) -> bool:
-        return self._backoff.has_given_up
+    def ids(self) -> list[str]:
+        return list(self._members)
+
+    @property
+    def views(self) -> list[ReplicaStatus]:
+        return [member.life.view for member in self.members]
+
+    @property
+    def records(self) -> list[bytes]:
+        """Signed records of the replicas that serve."""
+        return [member.life.member for member in self.members if member.life.member]
+
+    @property
+    def num_draining(self) -> int:
+        return sum(not member.stays for member in self.members)
+
+    def is_changing(self, desired: int) -> bool:
+        """Return whether replicas are starting or leaving. False once a pool has given up starting them."""
+        views = self.views
+        is_settled = len(views) == desired and all(view.state is ReplicaState.READY for view in views)
+        return not is_settled and not any(starts.backoff.has_given_up for starts in self._starts.values())
+
+    @property
+    def start_times_s(self) -> list[float]:
+        """Start times of the current replicas: seconds from creation until serving, without role switches."""
+        return [seconds for member in self.members if (seconds := member.start_s) and not member.life.view.was]
+
+    @property
+    def switch_times_s(self) -> list[float]:
+        """Role-switch times of the current replicas in seconds, including the drain."""
+        return [seconds for member in self.members if (seconds := member.start_s) and member.life.view.was]
 
     def report(self, desired: int) -> PoolReport:
         """Return the pool's part of `Controller.status`."""
-        views = self.views
+        members, backoff = sorted(self.members, key=lambda member: member.make), self.starts(self._newest).backoff
+        replicas: list[ReplicaReport] = [{**member.life.view.report(), "revision": member.make} for member in members]
         return {
             "desired": desired,
-            "ready": sum(view.state is ReplicaState.READY for view in views),
-            "replicas": [view.report() for view in views],
-            "failures": [failure.report() for failure in self._failures],
-            "failed_rounds": self._backoff.rounds,
-            "has_given_up": self._backoff.has_given_up,
+            "ready": sum(view.state is ReplicaState.READY for view in self.views),
+            "replicas": replicas,
+            "failures": [failure for starts in self._starts.values() for failure in starts.failures],
+            "failed_rounds": backoff.rounds,
+            "has_given_up": backoff.has_given_up,
         }
 
     async def _live(self, member: Member) -> None:
@@ -173,146 +235,31 @@ class ReplicaPool:
             self._changed()
 
     def _note_failure(self, member: Member, reason: str, *, will_repeat: bool) -> None:
-        view, now = member.life.view, time.monotonic()
-        failure = Failure(
-            replica=view.id, role=self.role, state=view.state, node=view.node, reason=reason, will_repeat=will_repeat
-        )
-        logger.error("%s", failure.describe())
-        self._failures.append(failure)
-        if view.state is not ReplicaState.DRAINING and not member.is_stable(now):
-            self._backoff.failed(started_at=member.started_at, now=now)
-            self._failed_starts[view.node] += 1
+        view, starts, now = member.life.view, self.starts(member.make), time.monotonic()
+        failure = _failure_of(view, reason, will_repeat=will_repeat)
+        logger.error("%s", failure["text"])
+        starts.failures.append(failure)
+        if member.stays and not member.is_stable(now):
+            starts.backoff.failed(started_at=member.started_at, now=now)
+            starts.by_node[view.node] += 1
 
 
-@dataclass(frozen=True)
-class Goal:
-    """Desired size of one revision's pool."""
-
-    # Desired state with that revision's spec.
-    desired: Desired
-    count: int  # replicas
-
-
-class RolePools:
-    """Pools of one role, one per revision. Owned by the controller's event loop."""
-
-    def __init__(self, role: Role, *, make: int = 1, changed: Callable[[], None]) -> None:
-        """make: revision of the replicas while there is only one revision."""
-        self.role = role
-        self._changed = changed
-        # By the revision that made the replicas. Pools stay after their replicas have left.
-        self._pools: dict[int, ReplicaPool] = {}
-        # Newest revision that has a goal.
-        self._newest = make
-
-    def reconcile(self, goals: Mapping[int, Goal], new_id: Callable[[int], str]) -> None:
-        """Bring each revision's pool to its goal; replicas of revisions without a goal leave.
-
-        new_id: returns the id for a new replica of the given revision.
-        """
-        for make in self._pools.keys() - goals.keys():
-            for replica in self._pools[make].ids:
-                self._pools[make].retire(replica)
-        self._newest = max(goals, default=self._newest)
-        for make, goal in goals.items():
-            self.of(make).reconcile(goal.desired, lambda make=make: new_id(make), count=goal.count)  # type: ignore[misc]
-
-    def of(self, make: int) -> ReplicaPool:
-        """Return the pool of one revision."""
-        if make not in self._pools:
-            self._pools[make] = ReplicaPool(self.role, changed=self._changed)
-        return self._pools[make]
-
-    def add(self, life: ReplicaLifecycle, make: int | None = None) -> None:
-        """Add a replica made by revision `make`; None: the newest."""
-        self.of(self._newest if make is None else make).add(life)
-
-    def retire(self, replica: str, *, successor: ReplicaLifecycle | None = None) -> None:
-        """Drain a serving replica, or remove any other at once.
-
-        successor: the replica that takes over its processes.
-        """
-        for pool in self._pools.values():
-            if pool.get(replica):
-                pool.retire(replica, successor=successor)
-
-    def retry(self) -> None:
-        """Reset the start backoff."""
-        for pool in self._pools.values():
-            pool.retry()
-
-    async def stop(self) -> None:
-        """Remove every replica at once, without draining."""
-        for pool in self._pools.values():
-            await pool.stop()
-
-    def get(self, replica: str) -> ReplicaLifecycle | None:
-        return next((life for pool in self._pools.values() if (life := pool.get(replica))), None)
-
-    def home(self, replica: str) -> Home | None:
-        """Return where a replica's logs are, also after it has left."""
-        return next((home for pool in self._pools.values() if (home := pool.home(replica))), None)
-
-    @property
-    def views(self) -> list[ReplicaStatus]:
-        return [member.life.view for member in self._members]
-
-    @property
-    def ids(self) -> list[str]:
-        return [view.id for view in self.views]
-
-    @property
-    def records(self) -> list[bytes]:
-        """Signed records of the replicas that serve."""
-        return [member.life.member for member in self._members if member.life.member]
-
-    @property
-    def num_draining(self) -> int:
-        return sum(not member.stays for member in self._members)
-
-    def is_changing(self, desired: int) -> bool:
-        """Return whether replicas are starting or leaving. False once a pool has given up starting them."""
-        views = self.views
-        is_settled = len(views) == desired and all(view.state is ReplicaState.READY for view in views)
-        return not is_settled and not any(pool.has_given_up for pool in self._pools.values())
-
-    @property
-    def start_times_s(self) -> list[float]:
-        """Start times of the current replicas: seconds from creation until serving, without role switches."""
-        return [seconds for member in self._members if (seconds := member.start_s) and not member.life.view.was]
-
-    @property
-    def switch_times_s(self) -> list[float]:
-        """Role-switch times of the current replicas in seconds, including the drain."""
-        return [seconds for member in self._members if (seconds := member.start_s) and member.life.view.was]
-
-    @property
-    def drain_times_s(self) -> list[float]:
-        """Recent drain times in seconds, of replicas that had served."""
-        return [seconds for pool in self._pools.values() for seconds in pool.drain_times_s]
-
-    def report(self, desired: int) -> PoolReport:
-        """Return the role's part of `Controller.status`."""
-        reports = {make: pool.report(desired) for make, pool in self._pools.items()}
-        newest = reports.get(self._newest) or ReplicaPool(self.role, changed=self._changed).report(desired)
-        replicas: list[ReplicaReport] = [
-            {**one, "revision": make} for make in sorted(reports) for one in reports[make]["replicas"]
-        ]
-        return {
-            "desired": desired,
-            "ready": sum(report["ready"] for report in reports.values()),
-            "replicas": replicas,
-            "failures": [failure for report in reports.values() for failure in report["failures"]],
-            "failed_rounds": newest["failed_rounds"],
-            "has_given_up": newest["has_given_up"],
-        }
-
-    @property
-    def _members(self) -> list[Member]:
-        return [member for pool in self._pools.values() for member in pool.members]
+def _failure_of(view: ReplicaStatus, reason: str, *, will_repeat: bool) -> FailureReport:
+    """Describe a failure of a replica in its present state."""
+    where = f" on {view.node}" if view.node else ""
+    outcome = "failed" if view.state in (ReplicaState.READY, ReplicaState.DRAINING) else "did not start"
+    return {
+        "replica": view.id,
+        "role": view.role,
+        "state": view.state,
+        "node": view.node,
+        "reason": reason,
+        "will_repeat": will_repeat,
+        "text": f"{view.id}{where} {outcome} ({view.state}): {reason}",
+    }
 
 
-def pool_of(replica: str, pools: Mapping[Role, RolePools]) -> RolePools:
+def pool_of(replica: str, pools: Mapping[Role, ReplicaPool]) -> ReplicaPool:
     """Return the pool that a replica belongs or belonged to. Raises SpecError for unknown names."""
     for pool in pools.values():
         if pool.get(replica) is not None or pool.home(replica) is not None:

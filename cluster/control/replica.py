@@ -1,4 +1,4 @@
-"""Plain values that describe a replica to the control plane: ids, state, failure."""
+"""Plain values that describe a replica to the control plane: ids and state."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import cast
 
-from cluster.control.report import FailureReport, RankReport, ReplicaReport
+from cluster.control.report import RankReport, ReplicaReport
 from core.types.rank_api import Blocks
 from core.types.request import Role
 
@@ -49,27 +49,6 @@ class ReplicaStatus:
     def report(self) -> ReplicaReport:
         """Return every field except the role, which the enclosing pool already names."""
         return cast(ReplicaReport, {key: value for key, value in asdict(self).items() if key != "role"})
-
-
-@dataclass(frozen=True, kw_only=True)
-class Failure:
-    """Failure of a replica."""
-
-    replica: str
-    role: Role
-    state: ReplicaState  # at the time of the failure
-    node: str
-    reason: str
-    # Another start would probably fail the same way.
-    will_repeat: bool
-
-    def report(self) -> FailureReport:
-        return cast(FailureReport, asdict(self) | {"text": self.describe()})
-
-    def describe(self) -> str:
-        where = f" on {self.node}" if self.node else ""
-        outcome = "failed" if self.state in (ReplicaState.READY, ReplicaState.DRAINING) else "did not start"
-        return f"{self.replica}{where} {outcome} ({self.state}): {self.reason}"
 
 
 def replica_id(role: Role, number: int) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from cluster.control.desired_state import Desired
-from cluster.control.pool import RolePools
+from cluster.control.pool import ReplicaPool
 from cluster.control.pool_plan import plan_switches
 from cluster.control.replica import ReplicaState, replica_id, role_of
 from cluster.control.replica_lifecycle import ReplicaLifecycle
@@ -23,7 +23,7 @@ class RoleSwitches:
     Nothing here awaits; callers save the changed `desired` before they yield to the event loop.
     """
 
-    def __init__(self, pools: Mapping[Role, RolePools]) -> None:
+    def __init__(self, pools: Mapping[Role, ReplicaPool]) -> None:
         self._pools = pools
 
     def ask(self, desired: Desired, replica: str) -> str:

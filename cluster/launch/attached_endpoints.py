@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from cluster.launch import state as states
 from cluster.launch.state import State
 from core.process.ports import free_ports
@@ -15,15 +13,6 @@ _OF_ENDPOINTS = (
     "replicas", "host", "grpc_port", "http_port", "keys", "tls_cert", "tls_key", "unknown_fields", "cors_origins",
     "stored_responses_mib", "stored_responses_s", "max_tokens_beyond_context", "keepalive_s", "shutdown_delay_s",
 )  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class AttachedEndpoints:
-    """Router settings of an attached deployment."""
-
-    # The attached deployment's own settings, completed with those of the endpoints.
-    router: RouterSpec
-    num_routers: int
 
 
 def check_own(spec: Spec) -> None:
@@ -56,8 +45,8 @@ def owner_state(endpoints: str) -> State:
     return state
 
 
-def attach(spec: Spec) -> AttachedEndpoints:
-    """Return the router settings for a spec with `router.endpoints`.
+def attach(spec: Spec) -> RouterSpec:
+    """Return the router settings of a spec with `router.endpoints`, completed with those of the endpoints.
 
     A driver must be connected to their Ray. Raises SpecError.
     """
@@ -82,9 +71,7 @@ def attach(spec: Spec) -> AttachedEndpoints:
             )
     lent = {field: getattr(owner.spec.router, field) for field in _OF_ENDPOINTS}
     ports = {"admin_port": spec.router.admin_port or free_ports(2 * owner.spec.router.replicas)}
-    return AttachedEndpoints(
-        router=spec.router.model_copy(update={**lent, **ports}), num_routers=owner.spec.router.replicas
-    )
+    return spec.router.model_copy(update={**lent, **ports})
 
 
 def check_no_attached(state: State) -> None:
@@ -97,9 +84,9 @@ def check_no_attached(state: State) -> None:
     elif state.endpoints:
         return
     else:
-        from cluster.control.attached_list import attached_to
+        from cluster.control.attached_list import AttachedList
 
-        attached_deployments = attached_to(state.name)
+        attached_deployments = sorted(launch.spec.name for launch in AttachedList(state.name).launches())
     if attached_deployments:
         first = " and ".join(f"`cluster down --name {name}`" for name in attached_deployments)
         raise DeployError(

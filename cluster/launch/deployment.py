@@ -49,13 +49,7 @@ _POLL_S = 0.5
 
 
 def deploy(
-    spec: Spec,
-    *,
-    address: str | None,
-    deadline: float,
-    wait_for_nodes: bool,
-    parts: Parts,
-    reporter: Reporter,
+    spec: Spec, *, address: str | None, deadline: float, wait_for_nodes: bool, parts: Parts, reporter: Reporter
 ) -> State:
     """Deploy `spec` on the Ray at `address`, or on a local Ray if None. Returns once its router sees all replicas.
 
@@ -138,8 +132,6 @@ class _Place:
     owns_serve: bool = True
     # Local Ray of the deployment whose endpoints this one uses.
     lent_ray: local_ray.LocalRay | None = None
-    # Number of routers that must see the replicas.
-    num_routers: int = 1
 
     @property
     def is_attached(self) -> bool:
@@ -174,9 +166,12 @@ def _check(spec: Spec, address: str | None, *, wait_for_nodes: bool, say: Callab
     if address is not None:
         preflight.check_model(spec, say)
         return _join_ray(spec, address, wait_for_nodes=wait_for_nodes, say=say)
+    from core.identity.authority import open_files
+
     here = preflight.this_node()
     endpoints = plan_endpoints(spec.router, [here], is_one_machine=True)
-    preflight.check_authority(spec.security)
+    if spec.security.tls == "files":  # on a shared Ray, the head checks them
+        open_files(spec.security)
     preflight.check_ports(spec.router, endpoints.host or LOOPBACK)
     preflight.check_certificate(spec.router)
     preflight.check_nodes(spec, [here], wait_for_nodes=wait_for_nodes)
@@ -219,7 +214,7 @@ def _join_ray(spec: Spec, address: str, *, wait_for_nodes: bool, say: Callable[[
     lent = attached_endpoints.attach(spec) if spec.router.endpoints else None
     is_one_machine = len({node.ip for node in nodes}) == 1 and not (wait_for_nodes or driver.is_of_ray_up())
     preflight.check_network(spec, nodes, is_one_machine=is_one_machine)
-    endpoints = plan_endpoints(lent.router if lent else spec.router, nodes, is_one_machine=is_one_machine)
+    endpoints = plan_endpoints(lent or spec.router, nodes, is_one_machine=is_one_machine)
     if lent:
         # The owner's routers already listen there.
         pass
@@ -239,8 +234,7 @@ def _join_ray(spec: Spec, address: str, *, wait_for_nodes: bool, say: Callable[[
     return _Place(
         gcs,
         endpoints,
-        lent.router if lent else _router(spec, endpoints),
-        num_routers=lent.num_routers if lent else 1,
+        lent or _router(spec, endpoints),
         nodes=() if is_one_machine else nodes,
         is_growing=wait_for_nodes,
         owns_serve=owns_serve,
@@ -270,7 +264,7 @@ def _start(
     place: _Place, spec: Spec, state: State, *, parts: Parts, deadline: float, reporter: Reporter, watch: Stopwatch
 ) -> Endpoints:
     """Start index, controller and router. Returns the endpoints once everything is ready."""
-    from cluster.launch import driver, pool_watch, router_admin, router_app
+    from cluster.launch import driver, router_admin, router_app, status
 
     log_dir = str(states.log_dir(spec.name))
     driver.run_on_each(place.nodes, clear_logs, log_dir)
@@ -294,7 +288,7 @@ def _start(
         raise serving.failure
     watch.lap("Serve")
     if place.is_growing:
-        pool_watch.await_ready(controller, Role, deadline=deadline, reporter=reporter)
+        status.await_ready(controller, Role, deadline=deadline, reporter=reporter)
         watch.lap("replicas")
         _await_router_hosts(spec.router.replicas)
     endpoints = place.endpoints
@@ -303,10 +297,11 @@ def _start(
         endpoints = _endpoints_now(place, spec)
         router_app.start_router(spec.name, router_application(launch, endpoints))
         watch.lap("router")
-    pool_watch.await_ready(controller, Role, deadline=deadline, reporter=reporter)
+    status.await_ready(controller, Role, deadline=deadline, reporter=reporter)
     watch.lap("replicas after that")
     counts = {role.value: spec.pool(role).replicas for role in Role}
-    router_admin.await_seen(state, counts, num_routers=place.num_routers)
+    # The routers of the endpoints run already; of our own, some may still be starting.
+    router_admin.await_seen(state, counts, num_routers=place.router.replicas if place.is_attached else 1)
     if place.router.keys == "required" and not place.is_attached:
         operator_key.make(controller, spec.name, say=reporter.say)
     watch.lap("router sees all")

@@ -16,11 +16,10 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from cluster.control import controller
 from cluster.control.controller import Controller, remove_remains
-from cluster.control.desired_state import namespace
 from cluster.control.placement import Node, on_the_head, run_on
 from cluster.ray import internals
+from cluster.ray.store import CONTROLLER, namespace
 from core.index import embedded as embedded_index
 from core.index.embedded import EmbeddedIndex
 from core.index.redis_server import RedisAddress
@@ -100,13 +99,13 @@ def start_controller(name: str) -> Any:
     keys that the next deployment does not find, and revoked keys would become valid again.
     """
     make: Any = ray.remote(Controller)
-    return make.options(**_detached(name, controller.ACTOR_NAME), **on_the_head(), max_task_retries=3).remote(name)
+    return make.options(**_detached(name, CONTROLLER), **on_the_head(), max_task_retries=3).remote(name)
 
 
 def find_controller(name: str) -> Any | None:
     """Return the controller of a deployment, or None if there is none in this Ray cluster."""
     with contextlib.suppress(ValueError):
-        return ray.get_actor(controller.ACTOR_NAME, namespace=namespace(name))
+        return ray.get_actor(CONTROLLER, namespace=namespace(name))
     return None
 
 
@@ -168,14 +167,17 @@ def this_ip() -> str:
 
 def remove_by_force(name: str) -> None:
     """Kill the controller and remove what is left of the deployment. Raises RayError."""
-    with contextlib.suppress(ValueError):
-        ray.kill(ray.get_actor(controller.ACTOR_NAME, namespace=namespace(name)))
+    _kill(name, CONTROLLER)
     remove_remains(name)
 
 
 def stop_index(name: str) -> None:
-    with contextlib.suppress(ValueError):
-        ray.kill(ray.get_actor(embedded_index.ACTOR_NAME, namespace=namespace(name)))
+    _kill(name, embedded_index.ACTOR_NAME)
+
+
+def _kill(name: str, actor: str) -> None:
+    with contextlib.suppress(ValueError):  # it does not run
+        ray.kill(ray.get_actor(actor, namespace=namespace(name)))
 
 
 def ask(actor: Any, method: str, *args: Any, within_s: float = _ASK_S, **kwargs: Any) -> Any:

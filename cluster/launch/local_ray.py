@@ -162,15 +162,8 @@ def _spawn(command: Sequence[str], environment: Mapping[str, str], log: Path) ->
 
 
 def _why_not(log: Path, *, has_ended: bool) -> str:
-    if has_ended and _LATE not in log.read_bytes():
-        return f"Ray did not start: {_last_line(log)} (full log: {log})"
-    return f"Ray did not start in time; retry when this machine is less busy (log: {log})"
-
-
-def _last_line(log: Path) -> str:
-    lines = [
-        line
-        for line in _COLOURS.sub("", log.read_text(encoding="utf-8", errors="replace")).splitlines()
-        if line.strip()
-    ]
-    return lines[-1].strip() if lines else "no output"
+    if not has_ended or _LATE in log.read_bytes():
+        return f"Ray did not start in time; retry when this machine is less busy (log: {log})"
+    text = _COLOURS.sub("", log.read_text(encoding="utf-8", errors="replace")).strip()
+    last_line = text.splitlines()[-1].strip() if text else "no output"
+    return f"Ray did not start: {last_line} (full log: {log})"

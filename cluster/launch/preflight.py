@@ -14,7 +14,7 @@ from cluster.control.placement import Node, ResourceDemand, check_fit
 from cluster.launch import local_ray
 from cluster.launch import state as states
 from core.process.ports import is_free
-from core.spec.schema import RouterSpec, SecuritySpec, Spec
+from core.spec.schema import RouterSpec, Spec
 from core.types.errors import DeployError, SpecError
 from core.types.network import check_link, is_loopback, is_private
 from core.types.request import Role
@@ -185,14 +185,6 @@ def check_certificate(router: RouterSpec) -> None:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(router.tls_cert, router.tls_key)
     except (OSError, ssl.SSLError) as error:
         raise SpecError(f"router.tls_cert {router.tls_cert}, router.tls_key {router.tls_key}: {error}") from None
-
-
-def check_authority(security: SecuritySpec) -> None:
-    """Check an operator's certificate authority (`tls: files`) on this machine. On a shared Ray, the head checks it."""
-    if security.tls == "files":
-        from cluster.ray import authority_store
-
-        authority_store.open_files(security)
 
 
 def check_nodes(spec: Spec, nodes: Sequence[Node], *, wait_for_nodes: bool = False) -> None:

@@ -6,13 +6,12 @@ from dataclasses import replace
 
 import ray
 
-from cluster.control.controller import ACTOR_NAME
-from cluster.control.desired_state import namespace
 from cluster.control.placement import live_nodes
 from cluster.launch import driver, router_app
 from cluster.launch.endpoints import EVERYWHERE, admin_addresses, plan_endpoints
 from cluster.launch.state import State, choose
 from cluster.ray import name_lock
+from cluster.ray.store import CONTROLLER, namespace
 from core.spec.loader import parse_spec
 from core.types.errors import DeployError
 
@@ -50,7 +49,7 @@ def find_any(address: str, name: str | None) -> State:
     driver.connect(address, "")
     prefix = namespace("")
     actors = ray.util.list_named_actors(all_namespaces=True)
-    ours = [entry["namespace"] for entry in actors if entry["name"] == ACTOR_NAME]
+    ours = [entry["namespace"] for entry in actors if entry["name"] == CONTROLLER]
     names = {space.removeprefix(prefix) for space in ours if space.startswith(prefix)}
     chosen = choose(name, sorted(names | set(name_lock.claimed())))
     claim = name_lock.find(chosen)

@@ -1,21 +1,27 @@
-"""Status of a deployment for `cluster status`: pools, endpoints, readiness."""
+"""Status of a deployment for `cluster status`, and waiting for its pools to become ready, with progress reports."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from http import HTTPStatus
 from typing import Any, TypedDict
 
-from cluster.control.report import ControllerReport, Pools, RevisionReport
+from cluster.control.report import ControllerReport, FailureReport, PoolReport, Pools, Reporter, RevisionReport
 from cluster.launch import driver
 from cluster.launch.endpoints import open_ones
-from cluster.launch.router_admin import AdminAnswer, ask_routers
+from cluster.launch.router_admin import AdminAnswer, ask_routers, await_seen
 from cluster.launch.state import State
+from core.types.errors import ClusterError, DeployError, ReplicaDidNotStart
 from core.types.request import Role
 
 # A restarted controller adopts its replicas first; `status` reports that it does not answer yet.
 _ASK_S = 15.0
+_POLL_S = 0.25
+_LOG_LINES = 20
+# A killed process may have been bad luck once.
+_MAX_FAILED_ROUNDS = 2
 
 
 class Endpoints(TypedDict):
@@ -89,3 +95,59 @@ def with_open_endpoints(state: State) -> State:
 
     ips = router_ips(state.endpoints or state.name)
     return replace(state, grpc=open_ones(state.grpc, ips), http=open_ones(state.http, ips))
+
+
+def await_ready(
+    controller: Any, roles: Iterable[str], *, deadline: float, reporter: Reporter, known_failures: Collection[str] = ()
+) -> Pools:
+    """Wait until the pools of `roles` have exactly the desired replicas, all ready. Returns all pools.
+
+    Raises ReplicaDidNotStart for a failure outside `known_failures` (replica ids), and DeployError at the deadline
+    (time.monotonic()), with the replicas that are not ready.
+    """
+    roles = tuple(roles)
+    pools: Pools = driver.ask(controller, "status")["pools"]
+    while any(not pools[role]["ready"] == pools[role]["desired"] == len(pools[role]["replicas"]) for role in roles):
+        reporter.show(pools)
+        for role in roles:
+            if failure := _final_failure(pools[role], known_failures):
+                raise ReplicaDidNotStart(failure["text"], log=_log_of(controller, failure["replica"]))
+        if time.monotonic() > deadline:
+            raise DeployError(f"not done in time; {_awaited(pools)}")
+        time.sleep(_POLL_S)
+        pools = driver.ask(controller, "status")["pools"]
+    reporter.show(pools)
+    return pools
+
+
+def await_serving(controller: Any, state: State, roles: Iterable[str], **more: Any) -> Pools:
+    """Like await_ready(), and wait until the routers see the replicas. more: further arguments of await_ready()."""
+    roles = tuple(roles)
+    pools = await_ready(controller, roles, **more)
+    await_seen(state, {role: pools[role]["desired"] for role in roles})
+    return pools
+
+
+def _final_failure(pool: PoolReport, known: Collection[str]) -> FailureReport | None:
+    for failure in (failure for failure in pool["failures"] if failure["replica"] not in known):
+        if failure["will_repeat"] or pool["failed_rounds"] >= _MAX_FAILED_ROUNDS:
+            return failure
+    return None
+
+
+def _log_of(controller: Any, replica: str) -> str:
+    try:
+        parts = driver.ask(controller, "logs", replica, lines=_LOG_LINES)
+    except ClusterError as error:
+        return f"({error})"
+    return "".join(parts[rank].text for rank in sorted(parts))
+
+
+def _awaited(pools: Pools) -> str:
+    waiting = [
+        f"{replica['id']} is {replica['state']}" + (f" ({replica['stage']})" if replica["stage"] else "")
+        for pool in pools.values()
+        for replica in pool["replicas"]
+        if replica["state"] != "ready"
+    ]
+    return "; ".join(waiting) or "a failed replica waits for its next attempt"

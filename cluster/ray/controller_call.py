@@ -7,7 +7,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
-from cluster.control.desired_state import CONTROLLER, namespace
+from cluster.ray.store import CONTROLLER, namespace
 from core.identity.authority import KeyPair
 from core.identity.credentials import Certificate, Identity, Renewal, TlsCredentials
 from core.identity.process_name import ProcessName

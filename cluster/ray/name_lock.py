@@ -11,7 +11,7 @@ import secrets
 import socket
 from dataclasses import asdict, dataclass
 
-from cluster.ray.store import StoreEntry, keys_in
+from cluster.ray import store
 from core.types.errors import DeployError
 from core.types.json_records import known_fields
 
@@ -37,8 +37,7 @@ class NameLock:
 
 def take(name: str, lock: NameLock) -> None:
     """Take the lock. Raises DeployError if another deployment holds it."""
-    entry = _entry(name)
-    if entry.put_new(json.dumps(asdict(lock))):
+    if store.put_new(_NAMESPACE, name, json.dumps(asdict(lock))):
         return
     current = find(name)
     # If the ids are equal, Ray sent our request twice.
@@ -49,19 +48,15 @@ def take(name: str, lock: NameLock) -> None:
 
 def find(name: str) -> NameLock | None:
     """Return the holder, or None. Raises DeployError."""
-    stored = _entry(name).get()
+    stored = store.get(_NAMESPACE, name)
     return NameLock(**known_fields(NameLock, json.loads(stored))) if stored else None
 
 
 def claimed() -> list[str]:
     """Return all locked names. Raises DeployError."""
-    return keys_in(_NAMESPACE)
+    return store.keys_in(_NAMESPACE)
 
 
 def give_up(name: str) -> None:
     """Release the lock. Raises DeployError."""
-    _entry(name).delete()
-
-
-def _entry(name: str) -> StoreEntry:
-    return StoreEntry(name, namespace=_NAMESPACE)
+    store.delete(_NAMESPACE, name)

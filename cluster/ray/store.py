@@ -1,59 +1,73 @@
-"""Entries in Ray's control store, which are as durable as Ray's knowledge of its actors."""
+"""Ray's control store as durable key-value storage: as durable as Ray's knowledge of its actors.
+
+Each deployment has a namespace for its entries. Ray must be connected when a function is called. All functions raise
+DeployError if the store does not answer.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
 
 from core.types.errors import DeployError
 
+# Name of the controller's actor.
+CONTROLLER = "controller"
 
-class StoreEntry:
-    """One entry of one deployment. Ray must be connected when a method is called.
 
-    Methods raise DeployError if the store does not answer.
+def namespace(name: str) -> str:
+    """Return the namespace of a deployment's entries, which is also Ray's namespace of its actors.
+
+    Its placement groups are named `<namespace>/<replica>`.
     """
-
-    def __init__(self, key: str, *, namespace: str) -> None:
-        """namespace: the deployment's (desired_state.namespace)."""
-        self._key = key.encode()
-        self._namespace = namespace.encode()
-
-    def put(self, text: str) -> None:
-        """Store the text."""
-        with _answering() as store:
-            store.put(self._key, text.encode(), namespace=self._namespace)
-
-    def put_new(self, text: str) -> bool:
-        """Store the text unless an entry exists. Returns whether it was stored."""
-        with _answering() as store:
-            return bool(store.put_new(self._key, text.encode(), namespace=self._namespace))
-
-    def get(self) -> bytes | None:
-        with _answering() as store:
-            found: bytes | None = store.get(self._key, namespace=self._namespace)
-            return found
-
-    def delete(self) -> None:
-        with _answering() as store:
-            store.delete(self._key, namespace=self._namespace)
-
-
-def keys_in(namespace: str) -> list[str]:
-    """Return the keys of a namespace, sorted. Raises DeployError if the store does not answer."""
-    with _answering() as store:
-        return sorted(key.decode() for key in store.keys(namespace=namespace.encode()))
+    return f"xpyd-{name}"
 
 
 @contextmanager
-def _answering() -> Iterator[ModuleType]:
-    """Yield the functions of Ray's store. Translates Ray's errors into DeployError with one line."""
+def _one_line_errors() -> Iterator[None]:
+    """Translate Ray's errors into DeployError with one line."""
     from ray.exceptions import RayError
 
-    from cluster.ray import internals
-
     try:
-        yield internals
+        yield
     except (RayError, OSError) as error:
         raise DeployError(f"Ray's key-value store does not answer: {' '.join(str(error).split())}") from error
+
+
+@_one_line_errors()
+def put(space: str, key: str, text: str) -> None:
+    """Store the text."""
+    from ray.experimental import internal_kv
+
+    internal_kv._internal_kv_put(key.encode(), text.encode(), overwrite=True, namespace=space.encode())
+
+
+@_one_line_errors()
+def put_new(space: str, key: str, text: str) -> bool:
+    """Store the text unless an entry exists. Returns whether it was stored."""
+    from ray.experimental import internal_kv
+
+    return not internal_kv._internal_kv_put(key.encode(), text.encode(), overwrite=False, namespace=space.encode())
+
+
+@_one_line_errors()
+def get(space: str, key: str) -> bytes | None:
+    from ray.experimental import internal_kv
+
+    found: bytes | None = internal_kv._internal_kv_get(key.encode(), namespace=space.encode())
+    return found
+
+
+@_one_line_errors()
+def keys_in(space: str) -> list[str]:
+    """Return the keys of a namespace, sorted."""
+    from ray.experimental import internal_kv
+
+    return sorted(key.decode() for key in internal_kv._internal_kv_list(b"", namespace=space.encode()))
+
+
+@_one_line_errors()
+def delete(space: str, key: str) -> None:
+    from ray.experimental import internal_kv
+
+    internal_kv._internal_kv_del(key.encode(), namespace=space.encode())

@@ -121,10 +121,7 @@ def changes_of(old: Spec, new: Spec) -> list[SpecChange]:
     other_layers = _heads_of(old) != _heads_of(new)
     return [
         SpecChange(
-            path=".".join(keys),
-            old=was,
-            new=becomes,
-            changes_layers=other_layers and keys == ("speculation", "method"),
+            path=".".join(keys), old=was, new=becomes, changes_layers=other_layers and keys == ("speculation", "method")
         )
         for keys, was, becomes in both
         if was != becomes

@@ -77,22 +77,14 @@ class Update:
         return replace(self, phase=Phase.RETURNING, reason=reason)
 
     def to_tree(self) -> dict[str, Any]:
-        return {
-            "revision": self.revision,
-            "spec": self.spec.model_dump(mode="json"),
-            "roles": sorted(self.roles),
-            "options": asdict(self.options),
-            "phase": self.phase,
-            "reason": self.reason,
-        }
+        return asdict(self) | {"spec": self.spec.model_dump(mode="json"), "roles": sorted(self.roles)}
 
     @classmethod
     def from_tree(cls, tree: Mapping[str, Any]) -> Update:
-        return cls(
-            revision=tree["revision"],
-            spec=parse_spec(tree["spec"], origin="the stored update"),
-            roles=frozenset(Role(role) for role in tree["roles"]),
-            options=UpdateOptions(**known_fields(UpdateOptions, tree["options"])),
-            phase=Phase(tree["phase"]),
-            reason=tree["reason"],
-        )
+        read: dict[str, Any] = {
+            "spec": parse_spec(tree["spec"], origin="the stored update"),
+            "roles": frozenset(map(Role, tree["roles"])),
+            "options": UpdateOptions(**known_fields(UpdateOptions, tree["options"])),
+            "phase": Phase(tree["phase"]),
+        }
+        return cls(**known_fields(cls, tree) | read)

@@ -14,13 +14,13 @@ from ray.exceptions import RayError
 
 from cluster.control.desired_state import Desired
 from cluster.control.placement import ResourceDemand, check_fit, check_room, live_nodes, share_out
-from cluster.control.pool import Goal, ReplicaPool, RolePools
+from cluster.control.pool import Goal, Member, ReplicaPool
 from cluster.control.replica import ReplicaState
 from cluster.control.report import RevisionReport, UpdateReport
 from cluster.rollout.revision_reporter import RevisionReporter
 from cluster.rollout.spec_diff import SpecChange, changes_of, check_possible, kind_of, tokens_of
 from cluster.rollout.update import Phase, Update, UpdateOptions
-from cluster.rollout.update_plan import ReplicaCount, RoleView, TargetSizes, is_at_end, next_step, problem_of, surge_of
+from cluster.rollout.update_plan import ReplicaCount, RoleView, TargetSizes, is_at_end, next_step, problem_of
 from core.spec.schema import PoolSpec, Spec
 from core.types.errors import DeployError, SpecError
 from core.types.request import Role
@@ -38,7 +38,7 @@ class Updater:
     """Updater of a deployment, owned by the controller's event loop."""
 
     def __init__(
-        self, pools: Mapping[Role, RolePools], *, reporter: RevisionReporter, save: Callable[[], None]
+        self, pools: Mapping[Role, ReplicaPool], *, reporter: RevisionReporter, save: Callable[[], None]
     ) -> None:
         """save: stores the changed desired state."""
         self._pools = pools
@@ -194,46 +194,34 @@ class Updater:
     def _problem(self, desired: Desired, update: Update) -> str:
         """Return why the new revision must be rolled back, or ""."""
         for role in update.roles:
-            report = self._pools[role].of(update.revision).report(0)
-            final = [failure for failure in report["failures"] if failure["will_repeat"]]
-            if final or report["failed_rounds"] >= _FAILED_ROUNDS:
-                return (final or report["failures"])[-1]["text"]
-        counts = self._reporter.counts
-        old, new = counts.get(desired.revision), counts.get(update.revision)
-        options = update.options
+            starts = self._pools[role].starts(update.revision)
+            final = [failure for failure in starts.failures if failure["will_repeat"]]
+            if final or starts.backoff.rounds >= _FAILED_ROUNDS:
+                return (final or starts.failures)[-1]["text"]
+        counts, options = self._reporter.counts, update.options
         return problem_of(
-            old,
-            new,
+            counts.get(desired.revision),
+            counts.get(update.revision),
             max_error_increase=options.max_error_increase,
             max_latency_factor=options.max_latency_factor,
         )
 
     def _views(self, desired: Desired, update: Update) -> dict[Role, RoleView]:
         """Return the state of the replaced roles, from the leaving revision to the candidate."""
-        is_back = update.phase is Phase.RETURNING
-        targets = {role: (desired.spec.pool(role), self._pool_now(update, role)) for role in update.roles}
-        tallies = {
-            role: tuple(_tally(self._pools[role].of(make)) for make in (desired.makes[role], update.revision))
-            for role in update.roles
-        }
-        candidate_pools = {role: targets[role][0 if is_back else 1] for role in update.roles}
-        lacking = {}
-        for role, pool in candidate_pools.items():
-            missing = pool.replicas - tallies[role][0 if is_back else 1].staying
-            lacking[role] = min(max(0, missing), surge_of(max(each.replicas for each in targets[role])))
-        rooms = lacking if update.options.waits_for_nodes else self._room(candidate_pools, lacking)
-        views = {}
+        views: dict[Role, RoleView] = {}
+        candidate_pools: dict[Role, PoolSpec] = {}
+        lacking: dict[Role, int] = {}
         for role in update.roles:
-            old, new = ((tally, pool.replicas) for tally, pool in zip(tallies[role], targets[role], strict=True))
-            (leaving, leaving_target), (candidate, candidate_target) = (new, old) if is_back else (old, new)
-            views[role] = RoleView(
-                leaving=leaving,
-                candidate=candidate,
-                leaving_target=leaving_target,
-                candidate_target=candidate_target,
-                room=rooms[role],
+            old = _tally(self._pools[role].members_of(desired.makes[role])), desired.spec.pool(role)
+            new = _tally(self._pools[role].members_of(update.revision)), self._pool_now(update, role)
+            (leaving, before), (candidate, after) = (new, old) if update.phase is Phase.RETURNING else (old, new)
+            view = RoleView(
+                leaving=leaving, candidate=candidate, leaving_target=before.replicas, candidate_target=after.replicas
             )
-        return views
+            views[role], candidate_pools[role] = view, after
+            lacking[role] = min(max(0, after.replicas - candidate.staying), view.surge)
+        rooms = lacking if update.options.waits_for_nodes else self._room(candidate_pools, lacking)
+        return {role: replace(view, room=rooms[role]) for role, view in views.items()}
 
     def _pool_now(self, update: Update, role: Role) -> PoolSpec:
         """Return the new revision's pool; scaled down while it is a canary."""
@@ -282,31 +270,31 @@ class Updater:
         update = desired.update
         if update is None:
             return ()
+        new_makes = desired.makes | dict.fromkeys(update.roles, update.revision)
         is_new_taking = update.phase is Phase.ROLLING
-        old, new = (
-            Revision(
-                number=number,
-                share=share,
-                takes_more=takes_more,
-                tokens=tokens_of(spec),
-                kind=kind_of(spec),
-                replicas=frozenset(replica for role in Role for replica in self._ids(desired, update, role, number)),
-            )
-            for number, share, takes_more, spec in (
-                (desired.revision, 1 - self._share, True, desired.spec),
-                (update.revision, self._share, is_new_taking, update.spec),
-            )
+        return (
+            self._revision(desired.revision, desired.spec, desired.makes, 1 - self._share, takes_more=True),
+            self._revision(update.revision, update.spec, new_makes, self._share, takes_more=is_new_taking),
         )
-        return (old, new)
 
-    def _ids(self, desired: Desired, update: Update, role: Role, number: int) -> list[str]:
-        is_new = number == update.revision and role in update.roles
-        return self._pools[role].of(update.revision if is_new else desired.makes[role]).ids
+    def _revision(
+        self, number: int, spec: Spec, makes: Mapping[Role, int], share: float, *, takes_more: bool
+    ) -> Revision:
+        members = [member for role in Role for member in self._pools[role].members_of(makes[role])]
+        return Revision(
+            number=number,
+            share=share,
+            takes_more=takes_more,
+            tokens=tokens_of(spec),
+            kind=kind_of(spec),
+            replicas=frozenset(member.life.view.id for member in members),
+        )
 
     def _step_in_words(self, desired: Desired, update: Update) -> str:
         parts = []
         for role in sorted(update.roles):
-            old, new = (_tally(self._pools[role].of(make)) for make in (desired.makes[role], update.revision))
+            makes = desired.makes[role], update.revision
+            old, new = (_tally(self._pools[role].members_of(make)) for make in makes)
             parts.append(
                 f"{role} {old.staying} old, {new.ready} of {update.spec.pool(role).replicas} new"
                 + (f", {old.draining + new.draining} draining" if old.draining + new.draining else "")
@@ -344,9 +332,9 @@ def _by_age(update: Update, targets: TargetSizes) -> tuple[int, int]:
     return (targets.candidate, targets.leaving) if is_back else (targets.leaving, targets.candidate)
 
 
-def _tally(pool: ReplicaPool) -> ReplicaCount:
+def _tally(members: Iterable[Member]) -> ReplicaCount:
     now, counts = time.monotonic(), dict.fromkeys(("ready", "starting", "pending", "draining"), 0)
-    for life in (member.life for member in pool.members):
+    for life in (member.life for member in members):
         state, since = life.view.state, life.serving_since
         is_seen = life.is_adopted or (since is not None and now - since >= _SEEN_S)
         if state is ReplicaState.DRAINING:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
@@ -18,6 +18,9 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from core.identity.credentials import Certificate, TlsCredentials
 from core.identity.process_name import ProcessName
 from core.types.errors import SpecError
+
+if TYPE_CHECKING:
+    from core.spec.schema import SecuritySpec
 
 LIFE_S = 24 * 3600.0
 _BACKDATED_S = 600.0  # allows for clock skew
@@ -130,6 +133,12 @@ class Authority:
             )
         if min(link.not_valid_after_utc for link in self._chain) <= _now():
             _reject("certificate", certificate, "has expired")
+
+
+def open_files(security: SecuritySpec) -> Authority:
+    """Read an operator's authority from files on this machine. Raises SpecError."""
+    assert security.ca and security.certificate and security.key, "the spec is validated"
+    return Authority.from_files(ca=security.ca, certificate=security.certificate, key=security.key)
 
 
 class KeyPair:

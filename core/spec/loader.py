@@ -22,14 +22,11 @@ def load_spec(source: str | dict[str, Any], *, overrides: list[str] | None = Non
 
     Raises SpecError with one line that names the path of every mistake and, where possible, the fix.
     """
-    tree = _read(source)
-    for override in overrides or []:
-        _override(tree, override)
-    return parse_spec(tree, origin=source if isinstance(source, str) else "spec")
+    return parse_spec(named_keys(source, overrides or []), origin=source if isinstance(source, str) else "spec")
 
 
-def named_keys(source: str | None, overrides: list[str]) -> dict[str, Any]:
-    """Return the plain values set by a file or shorthand (None: neither) and by overrides, without defaults.
+def named_keys(source: str | dict[str, Any] | None, overrides: list[str]) -> dict[str, Any]:
+    """Return the values set by a file, a shorthand or plain values (None: none), and by overrides, without defaults.
 
     Raises SpecError.
     """

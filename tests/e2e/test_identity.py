@@ -10,8 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from cluster.ray.authority_store import open_files
-from core.identity.authority import Authority
+from core.identity.authority import Authority, open_files
 from core.identity.credentials import Identity
 from core.rpc.worker_pb2 import Frame
 from core.types.errors import ReplicaLost

@@ -18,8 +18,7 @@ import redis
 import decode_worker.actor
 import prefill_worker.actor
 from cluster.control.replica import role_of
-from cluster.ray import authority_store
-from core.identity.authority import Authority
+from core.identity.authority import Authority, open_files
 from core.identity.credentials import Identity
 from core.identity.deployment_secrets import DeploymentSecrets, Purpose
 from core.identity.process_name import ProcessName
@@ -335,7 +334,7 @@ async def local_cluster(
         redis.Redis.from_url(redis_url).flushall()
     fingerprint = model_config.fingerprint(model_dir)
     is_lent = spec.security.tls == "files"
-    authority = authority_store.open_files(spec.security) if is_lent else Authority.create(spec.name)
+    authority = open_files(spec.security) if is_lent else Authority.create(spec.name)
     router = _identity(spec, authority, ProcessName.of_router(spec.name, "router-0"))
     replicas = Replicas(lambda member: GrpcWorker(member, identity=router))
     credentials = DeploymentSecrets.new(index_url=redis_url)

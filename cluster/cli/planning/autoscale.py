@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cluster.cli.connection import ask_deployed
-from cluster.cli.deploy import AsJson, Name
-from cluster.cli.planning.simulate import ProfileName, Scale, Simulator, Speedup
+from cluster.cli.console import columns, say
+from cluster.cli.options import AsJson, MaxRequests, Name, ProfileName, Scale, Speedup
+from cluster.cli.planning.simulate import open_profile, times_note
 from core.trace.trace import read_trace
 from core.types.errors import SpecError
 
@@ -26,10 +26,7 @@ _OFF = "off"
 
 
 @autoscale.command()
-def status(
-    name: Name = None,
-    as_json: AsJson = False,
-) -> None:
+def status(name: Name = None, as_json: AsJson = False) -> None:
     """Show the autoscaler's targets and its last changes."""
     from planner.autoscaler.scaling_decision import ScalingDecision
 
@@ -110,7 +107,7 @@ def replay(
     speedup: Speedup = 1.0,
     scale_tokens: Scale = "1",
     profile: ProfileName = None,
-    max_requests: Annotated[int | None, typer.Option(min=1, help="Maximum number of requests.")] = None,
+    max_requests: MaxRequests = None,
     as_json: AsJson = False,
 ) -> None:
     """Replay a trace against a simulated deployment with the autoscaler, in virtual time.
@@ -129,25 +126,23 @@ def replay(
     }
     rules = rules_of(of, **{key: value for key, value in changes.items() if value is not None})
     requests = read_trace(trace, speedup=speedup, scale=scale_tokens, max_requests=max_requests)
-    simulator = Simulator(profile)
+    times = open_profile(profile)
     found = replay_trace(
         of,
         rules,
-        simulator.profile,
+        times,
         requests,
         start_s=start_s,
         switch_s=None if no_switch else switch_s,
         has_fixed=compare,
         decided=lambda decision: None if as_json else print(_line(decision), flush=True),
-        said=lambda line: print(line, file=sys.stderr, flush=True),
+        said=say,
     )
-    print(json.dumps(found, indent=1) if as_json else f"{compare_table(found)}\n{simulator.times_note}")
+    print(json.dumps(found, indent=1) if as_json else f"{compare_table(found)}\n{times_note(times)}")
 
 
 def compare_table(found: dict[str, Any]) -> str:
     """Format the autoscaler's result and the fixed splits as a table."""
-    from cluster.cli.console import columns
-
     scaled, fixed = found["scaled"], found["fixed"]
     rows = [["", "GOOD", "GOOD/S", "TTFT P50 ms", "P99", "ITL P50 ms", "P99", "REUSED"]]
     for name, report in [*fixed.items(), ("autoscaler", scaled)]:
@@ -189,8 +184,6 @@ def _when(time_s: float) -> str:
 
 
 def _whole(decision: ScalingDecision) -> str:
-    from cluster.cli.console import columns
-
     lines = [_line(decision), f"load: {decision.load or 'too few requests'}"]
     if decision.measured:
         m: Any = decision.measured

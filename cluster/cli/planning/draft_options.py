@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cluster.cli.console import columns
 from core.types.errors import SpecError
 
 if TYPE_CHECKING:
@@ -71,23 +72,12 @@ def draft_lines(profile: Profile, *, context: int) -> list[dict[str, Any]]:
 
 def lines_table(lines: list[dict[str, Any]]) -> str:
     """Format the figures. PAYS ABOVE is the acceptance rate from which a drafted token pays."""
-    from cluster.cli.console import columns
-
     rows = [["ROWS", "TOKENS/S", "DRAFT", "TOKENS/STEP", "STEP ms", "TOKENS/S", "SPEED-UP", "LONGEST", "PAYS ABOVE"]]
     for line in lines:
-        rows.append(
-            [
-                str(line["rows"]),
-                f"{line['tokens_per_s']:,.0f}",
-                str(line["length"] or "-"),
-                f"{line['tokens_per_row']:.2f}",
-                f"{line['step_ms']:.2f}",
-                f"{line['drafting_tokens_per_s']:,.0f}",
-                f"{line['speedup']:.2f}",
-                f"{line['longest_speedup']:.2f}",
-                f"{line['pays_above']:.2f}",
-            ]
-        )
+        step = [f"{line[key]:.2f}" for key in ("tokens_per_row", "step_ms")]
+        gains = [f"{line[key]:.2f}" for key in ("speedup", "longest_speedup", "pays_above")]
+        plain, drafting = (f"{line[key]:,.0f}" for key in ("tokens_per_s", "drafting_tokens_per_s"))
+        rows.append([str(line["rows"]), plain, str(line["length"] or "-"), *step, drafting, *gains])
     return columns(rows)
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from cluster.cli.planning.simulate import Simulator
+from cluster.cli.console import columns
+from cluster.cli.planning.simulate import open_profile, times_note
 from core.types.errors import SpecError
 
 if TYPE_CHECKING:
@@ -102,8 +102,6 @@ def memory_report(source: str) -> dict[str, Any]:
 
 
 def memory_table(report: dict[str, Any]) -> str:
-    from cluster.cli.console import columns
-
     sizes = ", ".join(f"{size / 2**30:.2f} GiB in {name}" for name, size in report["weight_bytes"].items())
     lines = [
         f"{report['model']}, blocks of {report['block_size']} tokens",
@@ -130,7 +128,6 @@ def formats_report(
     source: str, profile: str | None, memory_gib: float, batch: int, context: int, *, as_json: bool
 ) -> str:
     """Return the table of formats, or its JSON."""
-    from cluster.cli.console import columns
     from core.model import config as model_config
     from core.model import source as model_source
     from core.model.kv_memory import QUANTIZED
@@ -139,7 +136,7 @@ def formats_report(
 
     spec = load_spec(source)
     config = model_config.load(model_source.resolve(spec.model.source))
-    simulator, ranks = Simulator(profile, None, 0.0), spec.decode.tensor_parallel
+    times, ranks = open_profile(profile), spec.decode.tensor_parallel
     plans = []
     for kv, dtype in ({"bf16": "bfloat16"} | QUANTIZED).items():
         if not config.can_keep_kv(dtype):
@@ -150,7 +147,7 @@ def formats_report(
                 weights,
                 kv,
                 _arithmetic(spec, config, Role.DECODE, dtype, memory_bytes=0),
-                simulator.profile,
+                times,
                 memory_bytes=memory_gib * 2**30 * ranks,
                 batch=batch,
                 context=context,
@@ -158,24 +155,8 @@ def formats_report(
             for weights in _WEIGHT_BITS
         ]
     if as_json:
-        return json.dumps([asdict(one) for one in plans], indent=1)
-    return f"{columns(_formats_table(plans, batch=batch))}\n{simulator.times_note}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class FormatPlan:
-    """One weight format with one KV format. tokens: KV tokens that fit beside the weights; None: weights do not fit.
-
-    tokens_s: expected decode speed of one sequence and of `batch`; None if the profile lacks its weight bytes.
-    """
-
-    weights: str
-    kv: str
-    weight_bytes: int
-    kv_bytes_per_token: int
-    tokens: int | None
-    tokens_s: float | None
-    batch_tokens_s: float | None
+        return json.dumps(plans, indent=1)
+    return f"{columns(_formats_table(plans, batch=batch))}\n{times_note(times)}"
 
 
 def _weight_bytes(config: ModelConfig, bits: float) -> int:
@@ -194,10 +175,12 @@ def _format_plan(
     memory_bytes: float,
     batch: int,
     context: int,
-) -> FormatPlan:
-    """Scale the profile's decode step by the bytes that it reads. memory_bytes: of a whole replica.
+) -> dict[str, Any]:
+    """Return the figures of one weight format with one KV format. memory_bytes: of a whole replica.
 
-    The profile should be of this model: the compute per token is taken as it is.
+    tokens: KV tokens that fit beside the weights; None: the weights do not fit. tokens_s: expected decode speed of one
+    sequence and of `batch`, from the profile's decode step and the bytes that it reads; None if the profile lacks its
+    weight bytes. The profile should be of this model: the compute per token is taken as it is.
     """
     size = _weight_bytes(config, _WEIGHT_BITS[weights])
     room = memory_bytes * _USABLE - size
@@ -210,25 +193,25 @@ def _format_plan(
         context_s = timing.context_s * kv.bytes_per_token / profile.kv.bytes_per_token
         return sequences / (weights_s + sequences * (timing.token_s + context * context_s))
 
-    return FormatPlan(
-        weights=weights,
-        kv=kv_name,
-        weight_bytes=size,
-        kv_bytes_per_token=kv.bytes_per_token,
-        tokens=int(room // kv.bytes_per_token) if room > 0 else None,
-        tokens_s=tokens_s(1),
-        batch_tokens_s=tokens_s(batch),
-    )
+    return {
+        "weights": weights,
+        "kv": kv_name,
+        "weight_bytes": size,
+        "kv_bytes_per_token": kv.bytes_per_token,
+        "tokens": int(room // kv.bytes_per_token) if room > 0 else None,
+        "tokens_s": tokens_s(1),
+        "batch_tokens_s": tokens_s(batch),
+    }
 
 
-def _formats_table(plans: list[FormatPlan], *, batch: int) -> list[list[str]]:
+def _formats_table(plans: list[dict[str, Any]], *, batch: int) -> list[list[str]]:
     """Return the rows of the report, the first with titles."""
     rows = [["WEIGHTS", "KV", "WEIGHTS GiB", "KV BYTES/TOKEN", "KV TOKENS THAT FIT", "TOKENS/s", f"AT BATCH {batch}"]]
     for plan in plans:
-        fit = "weights do not fit" if plan.tokens is None else f"{plan.tokens:,}"
-        speeds = ["-" if speed is None else f"{speed:,.0f}" for speed in (plan.tokens_s, plan.batch_tokens_s)]
-        sizes = [f"{plan.weight_bytes / 2**30:.2f}", f"{plan.kv_bytes_per_token:,}", fit]
-        rows.append([plan.weights, plan.kv, *sizes, *speeds])
+        fit = "weights do not fit" if plan["tokens"] is None else f"{plan['tokens']:,}"
+        speeds = ["-" if speed is None else f"{speed:,.0f}" for speed in (plan["tokens_s"], plan["batch_tokens_s"])]
+        sizes = [f"{plan['weight_bytes'] / 2**30:.2f}", f"{plan['kv_bytes_per_token']:,}", fit]
+        rows.append([plan["weights"], plan["kv"], *sizes, *speeds])
     return rows
 
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cluster.cli.deploy import AsJson, Name
+from cluster.cli.console import columns, say
+from cluster.cli.options import AsJson, HostTokens, MaxRequests, Name, ProfileName, Speedup
 from cluster.cli.planning.draft_options import DraftPass, DraftsOption, draft_lines, lines_table
 from cluster.cli.planning.memory import formats_report, memory_report, memory_table
-from cluster.cli.planning.simulate import HostTokens, ProfileName, Simulator, Speedup, pools_of, running_deployment
+from cluster.cli.planning.simulate import open_profile, pools_of, running_deployment, times_note
 from core.trace.trace import read_trace
 from core.types.errors import SpecError
 
@@ -31,7 +31,7 @@ def plan(
     slo_itl_ms: Annotated[float, typer.Option(help="Limit for a request's mean inter-token latency.")] = 25.0,
     good: Annotated[float, typer.Option(min=0, max=1, help="Share of requests that must meet both limits.")] = 0.95,
     max_replicas: Annotated[int, typer.Option(min=2, help="Maximum number of replicas.")] = 16,
-    max_requests: Annotated[int | None, typer.Option(min=1, help="Maximum number of requests.")] = None,
+    max_requests: MaxRequests = None,
     block_size: Annotated[int | None, typer.Option(min=1, help="Tokens per block; default: the spec's.")] = None,
     host_tokens: HostTokens = 0,
     speedup: Speedup = 1.0,
@@ -81,9 +81,9 @@ def plan(
         print(formats_report(spec or _NO_SPEC, profile, memory_gib, batch, context, as_json=as_json))
         return
     if speculation:
-        simulator = Simulator(profile, drafts, draft_pass_ms)
-        lines = draft_lines(simulator.profile, context=context)
-        print(json.dumps(lines, indent=1) if as_json else f"{lines_table(lines)}\n{simulator.times_note}")
+        times = open_profile(profile, drafts, draft_pass_ms)
+        lines = draft_lines(times, context=context)
+        print(json.dumps(lines, indent=1) if as_json else f"{lines_table(lines)}\n{times_note(times)}")
         return
     if trace is None:
         raise SpecError("give --trace, --memory, --formats or --speculation")
@@ -93,40 +93,37 @@ def plan(
 
     running = running_deployment(name) if name is not None or not (spec or profile) else None
     source = spec or (running[0] if running else _NO_SPEC)
-    simulator = Simulator(profile or (running[1] if running else None), drafts, draft_pass_ms)
+    times = open_profile(profile or (running[1] if running else None), drafts, draft_pass_ms)
     overrides = [f"kv.block_size={block_size}"] if block_size is not None else []
     given = load_spec(source, overrides=overrides)
-    if simulator.profile.kv.pool_tokens < given.kv.block_size:
-        raise SpecError(
-            f"--block-size {given.kv.block_size}: a replica's KV pool has {simulator.profile.kv.pool_tokens} tokens"
-        )
+    if times.kv.pool_tokens < given.kv.block_size:
+        raise SpecError(f"--block-size {given.kv.block_size}: a replica's KV pool has {times.kv.pool_tokens} tokens")
     setup = FleetSetup(
         **pools_of(given),
         policy="cost",
         block_size=given.kv.block_size,
-        kv_tokens=simulator.profile.kv.pool_tokens,
+        kv_tokens=times.kv.pool_tokens,
         host_tokens=host_tokens,
         prefix_fetches=True,
     )
     found = make_plan(
         setup,
-        simulator.profile,
+        times,
         read_trace(trace, speedup=speedup, max_requests=max_requests),
         slo_ttft_s=slo_ttft_ms / 1e3,
         slo_itl_s=slo_itl_ms / 1e3,
         good_share=good,
         max_replicas=max_replicas,
-        tried=lambda c: print(f"{_name(c)}: {c.good_share:.1%} within the SLO", file=sys.stderr, flush=True),
+        tried=lambda c: say(f"{_name(c)}: {c.good_share:.1%} within the SLO"),
     )
     if plot:
         from planner.simulator.plot import plot as draw
 
         draw(found, plot, good_share=good)
     if output and found.best:
-        output.write_text(
-            _as_spec(source, overrides, given, found.best, threads=simulator.profile.threads), encoding="utf-8"
-        )
-    print(json.dumps(_as_tree(found), indent=1) if as_json else _table(found, times=simulator.times_note))
+        text = _as_spec(source, overrides, given, found.best, threads=times.threads)
+        output.write_text(text, encoding="utf-8")
+    print(json.dumps(_as_tree(found), indent=1) if as_json else _table(found, times=times_note(times)))
     raise typer.Exit(0 if found.best else 1)
 
 
@@ -163,8 +160,6 @@ def _as_tree(found: CapacityPlan) -> dict[str, Any]:
 
 
 def _table(found: CapacityPlan, *, times: str) -> str:
-    from cluster.cli.console import columns
-
     titles = ["", "TOPOLOGY", "THREADS", "CHUNK", "USD/H", "WITHIN SLO", "GOODPUT/s"]
     rows = [[*titles, "TTFT P50 ms", "P99", "ITL P50 ms", "P99", "REUSED"]]
     shown = [*found.frontier, *(c for c in (found.apart, found.colocated) if c not in found.frontier)]

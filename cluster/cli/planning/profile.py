@@ -7,22 +7,23 @@ import datetime
 import os
 import platform
 import secrets
-import statistics
-import sys
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import zip_longest
 from pathlib import Path
+from statistics import mean, median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cluster.cli.connection import find_state, join_controller
-from cluster.cli.deploy import Name
-from cluster.cli.endpoint_options import ApiKeyOption, access_to
-from cluster.cli.planning import model_options as options
+from cluster.cli import options
+from cluster.cli.connection import access_to, ask_routers_of, find_state
+from cluster.cli.console import columns, say
 from core.types.errors import ClusterError, SpecError
+from core.types.request import Role
+from core.types.step_timing import StepTiming
 
 if TYPE_CHECKING:
-    from core.types.step_timing import StepTiming
     from core.wire.client_access import EndpointAccess
 
 # Prompt lengths in tokens. Their transfers give a link's latency and rate.
@@ -50,11 +51,11 @@ def profile(
     live: Annotated[
         bool, typer.Option("--live", help="Use the rates that a deployment learned under its last load instead.")
     ] = False,
-    name: Name = None,
+    name: options.Name = None,
     endpoint: Annotated[str | None, typer.Option(help="http://HOST:PORT of a router, for --live.")] = None,
     admin: Annotated[str | None, typer.Option(help="HOST:PORT of its admin endpoint, for --live.")] = None,
     usd_per_hour: Annotated[float, typer.Option(min=0.0001, help="Cost of one replica, for `cluster plan`.")] = 1.0,
-    api_key: ApiKeyOption = None,
+    api_key: options.ApiKeyOption = None,
 ) -> None:
     """Measure the step times of a model on this machine, and its link rates, for `cluster simulate`.
 
@@ -62,6 +63,7 @@ def profile(
     parallel, and KV transfers. Takes a minute or two; run nothing else meanwhile.
     """
     from core.model.source import resolve
+    from kvtransfer.profile.shipped_prompts import copy_in_memory
     from planner.simulator.profile import Profile
 
     model_dir = resolve(model)
@@ -80,7 +82,8 @@ def profile(
         "host_bytes_per_s: copies of 1 MiB within memory. usd_per_hour: as given.",
     ]
     tree = {"name": output.stem, "origin": "measured", "derivation": derivation, **steps, "kv": kv}
-    tree |= {"host_bytes_per_s": _copied_bytes_per_s(), "usd_per_hour": usd_per_hour}
+    copying_s = copy_in_memory(num_bytes=_COPY_BYTES, count=_NUM_COPIES)
+    tree |= {"host_bytes_per_s": _COPY_BYTES * _NUM_COPIES / copying_s, "usd_per_hour": usd_per_hour}
     output.write_text(Profile.model_validate(tree).model_dump_json(indent=1) + "\n", encoding="utf-8")
     print(_table(tree))
 
@@ -90,14 +93,14 @@ def _measured(
 ) -> dict[str, Any]:
     from engine.tools.step_profile import profile_steps
 
-    _say(f"measuring steps of {model_dir.name}, alone and with up to {num_replicas} concurrent replicas")
+    say(f"measuring steps of {model_dir.name}, alone and with up to {num_replicas} concurrent replicas")
     measured = profile_steps(model_dir, **of, num_replicas=num_replicas, seconds=seconds)
     wider = []
     for width in _widths(of["threads"]):
-        _say(f"measuring steps of one replica with {width * of['threads']} threads")
+        say(f"measuring steps of one replica with {width * of['threads']} threads")
         wide = profile_steps(model_dir, **of | {"threads": width * of["threads"]}, num_replicas=1, seconds=seconds)
         wider.append({"width": width} | _steps(wide["prefill"], wide["decode"]))
-    _say("measuring KV transfers between processes")
+    say("measuring KV transfers between processes")
     return {
         "derivation": [
             "steps: least squares over prompts of several lengths; decode_steps: over several batches and contexts.",
@@ -125,8 +128,6 @@ def _steps(prefill: StepTiming, decode: StepTiming) -> dict[str, Any]:
 
 
 def _learned(http: str, access: EndpointAccess, replicas: list[dict[str, Any]]) -> dict[str, Any]:
-    from cluster.bench.learned_rates import learned_rates
-    from core.types.request import Role
     from planner.simulator.learnt_drafts import by_place
 
     learned = learned_rates(replicas)
@@ -149,24 +150,51 @@ def _learned(http: str, access: EndpointAccess, replicas: list[dict[str, Any]]) 
     }
 
 
+@dataclass(frozen=True, kw_only=True)
+class LearnedRates:
+    """Learned rates, averaged over the replicas of a role."""
+
+    steps: dict[Role, StepTiming]
+    link_bytes_per_s: float
+    drafted: list[float]  # tokens by their position in a draft, of all decode replicas since they started
+    accepted: list[float]
+    num_row_steps: float  # steps, each counted once per row; approximate
+
+
+def learned_rates(replicas: Sequence[Mapping[str, Any]]) -> LearnedRates:
+    """Return the rates of `replicas`, as RouterView shows them. Raises ClusterError if they have served nothing yet."""
+    timings = {role: [one["timing"] for one in replicas if one["role"] == role and one["timing"]] for role in Role}
+    links = [one["link_bytes_per_s"] for one in replicas if one["link_bytes_per_s"]]
+    if not links or not all(timings.values()):
+        raise ClusterError("the replicas have not learned their rates yet: run a load, such as `cluster bench`, first")
+    drafts = [draft for one in replicas for draft in one["drafts"]]
+    decode = [one for one in replicas if one["role"] == Role.DECODE]
+    return LearnedRates(
+        steps={
+            role: StepTiming(**{field.name: mean(one[field.name] for one in found) for field in fields(StepTiming)})
+            for role, found in timings.items()
+        },
+        link_bytes_per_s=mean(links),
+        drafted=_by_position(draft["tokens"] for draft in drafts),
+        accepted=_by_position(draft["accepted"] for draft in drafts),
+        num_row_steps=sum(one["generated_tokens"] / max(1.0, one["tokens_per_row"]) for one in decode),
+    )
+
+
+def _by_position(counts: Iterable[Sequence[float]]) -> list[float]:
+    return [sum(at) for at in zip_longest(*counts, fillvalue=0.0)]
+
+
 def _router(
     name: str | None, endpoint: str | None, admin: str | None, api_key: str | None
 ) -> tuple[str, EndpointAccess, list[dict[str, Any]]]:
     """Return the HTTP endpoint of a router, the access to it, and the replicas as that router shows them."""
-    from cluster.launch.router_admin import ask_at, ask_routers
-
     if (endpoint is None) != (admin is None):
         raise SpecError("--endpoint and --admin: give both, of the same router")
-    if endpoint and admin:
-        http, access, answers = endpoint, access_to(None, api_key), ask_at(admin, "/debug/view")
-    else:
-        state = find_state(name)
-        if state.joined_ray is None:
-            join_controller(state)
-        http, access, answers = state.http, access_to(state, api_key), ask_routers(state, "/debug/view")
-    if not answers:
-        raise ClusterError("no router answers; see `cluster status`")
-    return http, access, answers[0].json().get("replicas", [])
+    state = None if endpoint else find_state(name)
+    answers = ask_routers_of(name, admin, "/debug/view")
+    http = endpoint or (state.http if state else "")
+    return http, access_to(state, api_key), answers[0].json().get("replicas", [])
 
 
 async def _first_token_s(http: str, access: EndpointAccess) -> float:
@@ -182,7 +210,7 @@ async def _first_token_s(http: str, access: EndpointAccess) -> float:
         for number in range(_NUM_SHORT):
             request = TraceRequest(number=number, arrival_s=0.0, num_tokens=_SHORT, num_output=2, ids=None)
             answers += await replay([request], target, seed=seed, timeout_s=60.0)
-    return statistics.median(answer.ttft_s for answer in answers)
+    return median(answer.ttft_s for answer in answers)
 
 
 def _kv(model_dir: Path, *, dtype: str, pool_dtype: str, wire_dtype: str, kv_memory_gib: float) -> dict[str, int]:
@@ -226,12 +254,7 @@ def _link(model_dir: Path, *, dtype: str, wire_dtype: str, threads: int) -> dict
     from kvtransfer.profile.shipped_prompts import ship_prompts
 
     small, large = ship_prompts(
-        model_dir,
-        _PROMPTS,
-        dtype=dtype,
-        wire_dtype=wire_dtype,
-        host_link=options.DEFAULT_HOST_LINK,
-        threads=threads,
+        model_dir, _PROMPTS, dtype=dtype, wire_dtype=wire_dtype, host_link=options.DEFAULT_HOST_LINK, threads=threads
     )
     seconds = (large["transfer_ms"] - small["transfer_ms"]) / 1e3
     num_bytes = large["wire_bytes"] - small["wire_bytes"]
@@ -240,15 +263,7 @@ def _link(model_dir: Path, *, dtype: str, wire_dtype: str, threads: int) -> dict
     return {"latency_s": latency_s, "bytes_per_s": 1 / per_byte_s}
 
 
-def _copied_bytes_per_s() -> float:
-    from kvtransfer.profile.shipped_prompts import copy_in_memory
-
-    return _COPY_BYTES * _NUM_COPIES / copy_in_memory(num_bytes=_COPY_BYTES, count=_NUM_COPIES)
-
-
 def _table(tree: dict[str, Any]) -> str:
-    from cluster.cli.console import columns
-
     rows = [["", "STEP ms", "TOKEN us", "PAIR ns", "CONTEXT ns"]]
     kinds = [(tree["steps"], "prompts"), (tree["decode_steps"], "decoding")]
     for wide in tree.get("wider", []):
@@ -266,7 +281,3 @@ def _table(tree: dict[str, Any]) -> str:
             f"link: {link['latency_s'] * 1e3:.2f} ms + bytes / {link['bytes_per_s'] / 1e6:,.0f} MB/s",
         ]
     )
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

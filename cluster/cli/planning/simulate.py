@@ -3,46 +3,36 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cluster.cli.connection import find_state, join_controller
-from cluster.cli.deploy import AsJson, Name
+from cluster.cli.connection import ask, find_state, join_controller
+from cluster.cli.console import columns
+from cluster.cli.options import AsJson, HostTokens, MaxRequests, Name, ProfileName, Scale, SloItl, SloTtft, Speedup
 from cluster.cli.planning.draft_options import DraftPass, DraftsOption, with_drafts
-from core.trace.trace import TraceRequest, read_trace
+from core.trace.trace import read_trace
 from core.types.errors import ClusterError, NotDeployed, SpecError
 
 if TYPE_CHECKING:
     from core.spec.schema import Spec
-    from planner.simulator.fleet_setup import FleetSetup
     from planner.simulator.profile import Profile
-
-TraceFile = Annotated[Path, typer.Option("--trace", help="Trace to replay.")]
-ProfileName = Annotated[str | None, typer.Option("--profile", help="JSON file, or the name of a shipped profile.")]
-BlockSize = Annotated[int, typer.Option(min=1, help="Tokens per block.")]
-HostTokens = Annotated[int, typer.Option(min=0, help="Host-memory tier of each replica, in tokens.")]
-Speedup = Annotated[float, typer.Option(help="Factor on the arrival rate of the trace.")]
-Scale = Annotated[str, typer.Option("--scale-tokens", metavar="SHARE", help="Factor on all lengths, such as 1/16.")]
-SloTtft = Annotated[float | None, typer.Option("--slo-ttft-ms", help="TTFT limit for goodput.")]
-SloItl = Annotated[float | None, typer.Option("--slo-itl-ms", help="Mean ITL limit for goodput.")]
-PolicyName = Annotated[str, typer.Option(help="cost, prefix, least_loaded, round_robin or your own MODULE:NAME.")]
-EvictionName = Annotated[str, typer.Option(help="reuse_value, lru or your own MODULE:NAME.")]
 
 
 def simulate(
-    trace: TraceFile,
+    trace: Annotated[Path, typer.Option("--trace", help="Trace to replay.")],
     topology: Annotated[str, typer.Option(help="Topology such as 8P8D, or 0P8D for colocated roles, or a spec file.")],
-    policy: PolicyName = "cost",
+    policy: Annotated[
+        str, typer.Option(help="cost, prefix, least_loaded, round_robin or your own MODULE:NAME.")
+    ] = "cost",
     kv_tokens_per_replica: Annotated[
         int | None, typer.Option(min=1, help="KV pool of a replica in tokens; default: the profile's.")
     ] = None,
-    block_size: BlockSize = 64,
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens per block.")] = 64,
     host_tokens: HostTokens = 0,
     fetch: Annotated[bool, typer.Option(help="With policy cost: let replicas fetch blocks from each other.")] = True,
-    eviction: EvictionName = "reuse_value",
+    eviction: Annotated[str, typer.Option(help="reuse_value, lru or your own MODULE:NAME.")] = "reuse_value",
     speedup: Speedup = 1.0,
     scale_tokens: Scale = "1",
     slo_ttft_ms: SloTtft = None,
@@ -50,7 +40,7 @@ def simulate(
     profile: ProfileName = None,
     drafts: DraftsOption = None,
     draft_pass_ms: DraftPass = 0.0,
-    max_requests: Annotated[int | None, typer.Option(min=1, help="Maximum number of requests.")] = None,
+    max_requests: MaxRequests = None,
     name: Name = None,
     as_json: AsJson = False,
 ) -> None:
@@ -61,13 +51,14 @@ def simulate(
     """
     from core.spec.loader import load_spec
     from planner.simulator.fleet_setup import FleetSetup
+    from planner.simulator.run import simulate as run
 
     spec = load_spec(topology)
     if not spec.decode.replicas:
         raise SpecError(f"--topology {topology}: needs at least one decode replica")
     running = running_deployment(name) if name is not None or not profile else None
-    simulator = Simulator(profile or (running[1] if running else None), drafts, draft_pass_ms)
-    kv_tokens = kv_tokens_per_replica or simulator.profile.kv.pool_tokens
+    times = open_profile(profile or (running[1] if running else None), drafts, draft_pass_ms)
+    kv_tokens = kv_tokens_per_replica or times.kv.pool_tokens
     if kv_tokens < block_size:
         raise SpecError(f"--kv-tokens-per-replica {kv_tokens}: smaller than a block of {block_size} tokens")
     setup = FleetSetup(
@@ -80,46 +71,25 @@ def simulate(
         eviction=eviction,
     )
     requests = read_trace(trace, speedup=speedup, scale=scale_tokens, max_requests=max_requests)
-    report = simulator.run(setup, requests, slo_ttft_ms=slo_ttft_ms, slo_itl_ms=slo_itl_ms)
+    slo = {"slo_ttft_s": slo_ttft_ms and slo_ttft_ms / 1e3, "slo_itl_s": slo_itl_ms and slo_itl_ms / 1e3}
+    report = {"profile": times.name, "profile_origin": times.origin} | run(setup, times, requests, **slo)
     print(json.dumps(report, indent=1) if as_json else _table(report))
 
 
-class Simulator:
-    """A profile, and simulations with it."""
+def open_profile(given: str | Profile | None, drafts: str | None = None, draft_pass_ms: float = 0.0) -> Profile:
+    """Return a profile, loaded if `given` is a name, with the options of drafts. Raises SpecError."""
+    from planner.simulator.profile import DEFAULT, Profile, load_profile
 
-    def __init__(self, profile: str | Profile | None, drafts: str | None = None, draft_pass_ms: float = 0.0) -> None:
-        """Load the profile, if it is a name. Raises SpecError if it does not exist."""
-        from planner.simulator.profile import DEFAULT, Profile, load_profile
+    known = given if isinstance(given, Profile) else load_profile(given or DEFAULT)
+    return with_drafts(known, drafts, draft_pass_ms)
 
-        known = profile if isinstance(profile, Profile) else load_profile(profile or DEFAULT)
-        self.profile = with_drafts(known, drafts, draft_pass_ms)
 
-    @property
-    def times_note(self) -> str:
-        """Describe the source of the step times, and how to measure them."""
-        text = f"times are those of {self.profile.name} ({self.profile.origin})"
-        if self.profile.origin == "measured":
-            return text
-        return f"{text}; to measure this machine: `cluster profile -o FILE.json`, then --profile FILE.json"
-
-    def run(
-        self,
-        setup: FleetSetup,
-        requests: Sequence[TraceRequest],
-        *,
-        slo_ttft_ms: float | None,
-        slo_itl_ms: float | None,
-    ) -> dict[str, Any]:
-        from planner.simulator.run import simulate
-
-        report = simulate(
-            setup,
-            self.profile,
-            requests,
-            slo_ttft_s=slo_ttft_ms / 1e3 if slo_ttft_ms is not None else None,
-            slo_itl_s=slo_itl_ms / 1e3 if slo_itl_ms is not None else None,
-        )
-        return {"profile": self.profile.name, "profile_origin": self.profile.origin} | report
+def times_note(profile: Profile) -> str:
+    """Describe the source of the step times, and how to measure them."""
+    text = f"times are those of {profile.name} ({profile.origin})"
+    if profile.origin == "measured":
+        return text
+    return f"{text}; to measure this machine: `cluster profile -o FILE.json`, then --profile FILE.json"
 
 
 def running_deployment(name: str | None) -> tuple[dict[str, Any], Profile] | None:
@@ -134,14 +104,13 @@ def running_deployment(name: str | None) -> tuple[dict[str, Any], Profile] | Non
             raise
         return None
     controller = join_controller(state)
-    from cluster.launch import driver
     from core.process.ports import is_chosen
     from core.spec.schema import AutoscaleSpec, Spec
     from core.trace.traffic import ReplicaReport
     from planner.autoscaler.live_fleets import fleets_of
 
-    spec = Spec.model_validate(driver.ask(controller, "status")["spec"])
-    replicas = [ReplicaReport.of(tree) for tree in driver.ask(controller, "autoscaling")["replicas"]]
+    spec = Spec.model_validate(ask(controller, "status")["spec"])
+    replicas = [ReplicaReport.of(tree) for tree in ask(controller, "autoscaling")["replicas"]]
     try:
         profile = fleets_of(spec, AutoscaleSpec(), replicas).profile
     except ClusterError as error:
@@ -168,8 +137,6 @@ def pools_of(spec: Spec) -> dict[str, Any]:
 
 
 def _table(report: dict[str, Any]) -> str:
-    from cluster.cli.console import columns
-
     rows = [["", "MEAN", "P50", "P90", "P99"]]
     for key, title in (("ttft_ms", "TTFT ms"), ("itl_ms", "ITL ms")):
         rows.append([title, *(f"{report[key][q]:,.1f}" for q in ("mean", "p50", "p90", "p99"))])

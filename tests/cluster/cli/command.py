@@ -34,8 +34,9 @@ class CommandInProcess:
     capsys: pytest.CaptureFixture[str]
     monkeypatch: pytest.MonkeyPatch
 
-    def run(self, *arguments: str, stdin: str = "") -> Outcome:
-        self.monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
+    def run(self, *arguments: str, stdin: str | bytes = "") -> Outcome:
+        sent = stdin.encode() if isinstance(stdin, str) else stdin
+        self.monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(sent), encoding="utf-8"))
         return Outcome(run(list(arguments)), *self.capsys.readouterr())
 
 

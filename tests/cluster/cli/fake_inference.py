@@ -13,6 +13,7 @@ from grpc_status import rpc_status
 from core.rpc import inference_pb2 as pb
 from core.rpc import inference_pb2_grpc as pb_grpc
 from core.types.errors import ReplicaLost
+from core.types.network import format_address
 from frontend.grpc.messages import status_of
 
 
@@ -57,15 +58,15 @@ class FakeInference(pb_grpc.InferenceServicer):
 
 
 @contextmanager
-def serving() -> Iterator[tuple[FakeInference, str]]:
+def serving(host: str = "127.0.0.1") -> Iterator[tuple[FakeInference, str]]:
     """Yield the servicer and its endpoint."""
     servicer = FakeInference()
     server = grpc.server(ThreadPoolExecutor(4))
     pb_grpc.add_InferenceServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    port = server.add_insecure_port(format_address(host, 0))
     server.start()
     try:
-        yield servicer, f"127.0.0.1:{port}"
+        yield servicer, format_address(host, port)
     finally:
         servicer.release()
         server.stop(0).wait(5)

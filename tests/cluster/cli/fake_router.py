@@ -8,8 +8,7 @@ import contextlib
 import ray
 from ray import serve
 
-from cluster.control.controller import ACTOR_NAME
-from cluster.control.desired_state import namespace
+from cluster.ray.store import CONTROLLER, namespace
 from core.spec.schema import Spec
 from core.types.launch import Launch
 from frontend.admin.admin_api import create_admin_app, open_admin_listener
@@ -18,7 +17,7 @@ from frontend.admin.admin_api import create_admin_app, open_admin_listener
 @serve.deployment(ray_actor_options={"num_cpus": 0})
 class FakeRouter:
     async def __init__(self, spec: Spec) -> None:
-        self._controller = ray.get_actor(ACTOR_NAME, namespace=namespace(spec.name))
+        self._controller = ray.get_actor(CONTROLLER, namespace=namespace(spec.name))
         self._seen: dict[str, int] = {}
         admin = create_admin_app(
             deployment=spec.name,

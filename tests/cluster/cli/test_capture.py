@@ -9,26 +9,22 @@ from typing import Any
 
 import pytest
 
-import cluster.cli.capture
 from cluster.cli.app import run
-from cluster.launch import driver
+from tests.cluster.cli.conftest import Control
 
 TRACE = b'{"timestamp": 0.0}\n'
 
 
 @pytest.fixture(autouse=True)
-def controlled(monkeypatch: pytest.MonkeyPatch) -> None:
+def controlled(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fake controller with a capture of TRACE."""
 
-    def ask(controller: object, method: str, *args: Any) -> Any:
+    def answer(method: str, *args: Any) -> Any:
         if method == "read_capture":
-            begin, _ = args
-            return TRACE[begin:]
+            return TRACE[args[0] :]
         return {"seconds": 1.0, "requests": 1, "bytes": len(TRACE), "is_full": False}
 
-    monkeypatch.setattr(cluster.cli.capture, "find_state", lambda name: None)
-    monkeypatch.setattr(cluster.cli.capture, "join_controller", lambda state: None)
-    monkeypatch.setattr(driver, "ask", ask)
+    control(answer)
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
 
 

@@ -2,36 +2,27 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from cluster.cli.app import run
 from cluster.launch import state
-from cluster.launch.state import State
 from tests.cluster.cli.command import ClusterCommand, CommandInProcess
 from tests.cluster.cli.fake_inference import FakeInference, serving
+from tests.cluster.deployments import save_state
 
 
 @pytest.fixture
-def inference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeInference]:
+def inference(state_root: object) -> Iterator[FakeInference]:
     """Fake router, registered as the only deployment."""
-    monkeypatch.setenv("CLUSTER_STATE_DIR", str(tmp_path))
     with serving() as (servicer, endpoint):
-        state.save(State(name="a", ray_address="", local_ray=None, grpc=endpoint, http="http://x", deploying=None))
+        save_state("a", grpc=endpoint)
         yield servicer
-
-
-@pytest.fixture
-def cluster(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> CommandInProcess:
-    return CommandInProcess(capsys, monkeypatch)
 
 
 def test_answer_is_printed_as_text(inference: FakeInference, cluster: CommandInProcess) -> None:
@@ -74,26 +65,22 @@ def test_json_output(inference: FakeInference, cluster: CommandInProcess) -> Non
 
 
 @pytest.mark.parametrize(
-    ("prompt", "code", "error"),
+    ("arguments", "code", "error"),
     [
-        ("refuse", 2, "cluster: invalid_argument: temperature: must not be negative\n"),
-        ("full", 1, "cluster: resource_exhausted: every replica is full\n"),
+        (["refuse"], 2, "invalid_argument: temperature: must not be negative"),
+        (["full"], 1, "resource_exhausted: every replica is full"),
+        (["hi", "--endpoint", "127.0.0.1:9"], 1, "no router answers at 127.0.0.1:9; see `cluster status`"),
     ],
 )
 def test_rejection_is_one_line(
-    inference: FakeInference, cluster: CommandInProcess, prompt: str, code: int, error: str
+    inference: FakeInference, cluster: CommandInProcess, arguments: list[str], code: int, error: str
 ) -> None:
-    outcome = cluster.run("generate", prompt)
-    assert (outcome.code, outcome.out, outcome.err) == (code, "", error)
+    outcome = cluster.run("generate", *arguments)
+    assert (outcome.code, outcome.out, outcome.err) == (code, "", f"cluster: {error}\n")
 
 
-def test_unreachable_router_is_one_line(cluster: CommandInProcess) -> None:
-    outcome = cluster.run("generate", "hi", "--endpoint", "127.0.0.1:9")
-    assert (outcome.code, outcome.err) == (1, "cluster: no router answers at 127.0.0.1:9; see `cluster status`\n")
-
-
-def test_chat_sends_the_history(inference: FakeInference, tmp_path: Path) -> None:
-    outcome = ClusterCommand(tmp_path).run(
+def test_chat_sends_the_history(inference: FakeInference, state_root: Path) -> None:
+    outcome = ClusterCommand(state_root).run(
         "chat", "--system", "S", stdin="first\n\nsecond one\n/new\nthird\n/quit\nnever\n"
     )
     assert (outcome.code, outcome.out, outcome.err) == (0, "first\nsecond one\nthird\n", "")
@@ -110,7 +97,7 @@ def test_api_key_from_environment_or_operator_file(
     inference: FakeInference, cluster: CommandInProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert cluster.run("generate", "hi").code == 0
-    state.save(replace(state.find("a"), needs_keys=True))
+    save_state("a", grpc=state.find("a").grpc, needs_keys=True)
     assert cluster.run("generate", "hi").code == 0  # this machine has no operator key
     state.operator_key_file("a").write_text("sk-own")
     assert cluster.run("generate", "hi").code == 0
@@ -145,11 +132,10 @@ def test_generate_does_not_import_ray(tmp_path: Path) -> None:
     ],
 )
 def test_user_error_is_one_line(
-    inference: FakeInference, capsys: pytest.CaptureFixture[str], arguments: list[str], error: str
+    inference: FakeInference, cluster: CommandInProcess, arguments: list[str], error: str
 ) -> None:
-    assert run(arguments) == 2
-    printed = capsys.readouterr()
-    assert printed.out == "" and error in printed.err and printed.err.count("\n") == 1, printed.err
+    printed = cluster.run(*arguments)
+    assert printed.code == 2 and printed.out == "" and error in printed.err and printed.err.count("\n") == 1
     assert not inference.requests
 
 
@@ -165,9 +151,6 @@ def test_prompt_is_utf8_whatever_the_locale() -> None:
     assert shown.stdout == b"'Gr\\xfc\\xdfe'\n"
 
 
-def test_binary_prompt_on_stdin_is_one_line(
-    inference: FakeInference, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), encoding="utf-8"))
-    assert run(["generate", "-"]) == 2
-    assert "not UTF-8" in capsys.readouterr().err
+def test_binary_prompt_on_stdin_is_one_line(inference: FakeInference, cluster: CommandInProcess) -> None:
+    outcome = cluster.run("generate", "-", stdin=b"\xff\xfe")
+    assert outcome.code == 2 and "not UTF-8" in outcome.err

@@ -7,7 +7,7 @@ import json
 import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +21,22 @@ from core.types.request import OFFLINE, SequenceRequest
 from frontend.access.access import Access
 from frontend.http.app import create_app
 from frontend.text.tokenizer import Tokenizer
-from tests.cluster.cli.command import ClusterCommand
+from tests.cluster.cli.command import ClusterCommand, CommandInProcess
 from tests.frontend.access.keys import access_with, issue
 from tests.support.fake_token_service import FakeGeneration, FakeTokenService
 from tests.support.http_server import serve_http
 from tests.support.tiny_service import MakeCompletions
 from tests.support.tiny_tokenizers import make_byte_level
 
+pytestmark = pytest.mark.usefixtures("state_root")
 _CHAT, _MESSAGES = "/v1/chat/completions", "/v1/messages"
 
 
 @dataclass(kw_only=True)
 class FakeRejections(FakeTokenService):
-    """Token service that rejects a given number of requests, then serves."""
+    """Token service that rejects requests with these errors, then serves."""
 
-    refusals: Iterator[Exception] = field(default_factory=lambda: iter(()))
+    refusals: Iterator[Exception]
 
     def start(self, request: SequenceRequest) -> FakeGeneration:
         self.reject = next(self.refusals, None)
@@ -52,11 +53,6 @@ class Server:
 def make_completions(tmp_path_factory: pytest.TempPathFactory) -> MakeCompletions:
     directory = make_byte_level(tmp_path_factory.mktemp("byte_level"))
     return MakeCompletions(directory, Tokenizer(directory))
-
-
-@pytest.fixture(autouse=True)
-def no_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CLUSTER_STATE_DIR", str(tmp_path / "state"))
 
 
 @pytest.fixture
@@ -112,13 +108,13 @@ async def test_answers_failures_and_malformed_lines(
     assert messages[2].startswith(f"{file}:3: custom_id 'b': 400 temperature: ")
     answers = {one["custom_id"]: one for one in read_lines(out)}
     assert answers.keys() == {"a", "c"} and answers["a"]["error"] is None
-    assert answers["a"]["response"]["status_code"] == 200
-    assert answers["a"]["response"]["body"]["object"] == "chat.completion"
-    assert answers["c"]["response"]["body"]["type"] == "message"
+    chat, message = (answers[name]["response"] for name in "ac")
+    assert chat["status_code"] == 200 and chat["body"]["object"] == "chat.completion"
+    assert message["body"]["type"] == "message"
     failed = read_lines(errors)
     assert [one["custom_id"] for one in failed] == [None, None, "b"]
-    assert failed[2]["response"]["status_code"] == 400
-    assert failed[2]["response"]["body"]["error"]["param"] == "temperature"
+    refused = failed[2]["response"]
+    assert refused["status_code"] == 400 and refused["body"]["error"]["param"] == "temperature"
 
     write_lines(file, line("a"), line("b"))
     assert await run_batch(file, "-o", out, "--url", server.url) == 0
@@ -220,18 +216,13 @@ async def test_rejected_key_ends_the_run(
     ],
 )
 def test_errors_are_reported_before_sending(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    error: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cluster: CommandInProcess, arguments: list[str], error: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for path in ("in.jsonl", "x.errors.jsonl"):
         write_lines(tmp_path / path, line("a"))
     before = (tmp_path / "x.errors.jsonl").read_bytes()
     url = [] if "--url" in arguments else ["--url", "http://127.0.0.1:9"]
-    assert run(["batch", *arguments, *url]) in (1, 2)
-    printed = capsys.readouterr()
-    assert error in printed.err.splitlines()[-1] and printed.out == ""
+    printed = cluster.run("batch", *arguments, *url)
+    assert printed.code in (1, 2) and error in printed.err.splitlines()[-1] and printed.out == ""
     assert (tmp_path / "x.errors.jsonl").read_bytes() == before

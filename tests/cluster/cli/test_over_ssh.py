@@ -83,6 +83,7 @@ def client(tmp_path: Path) -> _Client:
 @pytest.mark.parametrize("prompt", ["Once upon a time", 'it\'s $HOME; `id` "x" \\ *', "--", ""])
 def test_arguments_reach_the_head_unchanged(client: _Client, prompt: str) -> None:
     assert client.remote_words("generate", prompt) == ["generate", prompt]
+    assert "BatchMode=yes" in (client.directory / "seen").read_text(), "scripts get no password prompt"
 
 
 def test_deploy_uses_the_ray_of_the_head(client: _Client) -> None:
@@ -90,59 +91,57 @@ def test_deploy_uses_the_ray_of_the_head(client: _Client) -> None:
     assert client.remote_words("deploy", "there.yaml", "--address=x")[1:] == ["there.yaml", "--address=x"]
 
 
-def test_streams_and_exit_code_pass_through(client: _Client) -> None:
+def test_streams_and_exit_code_of_any_remote_command_pass_through(client: _Client) -> None:
     _script(client.directory / "cluster", _FAKE_CLUSTER)
     done = client.run("status", "--json", stdin="input", CLUSTER_ADDRESS=_HEAD)
     assert done.stdout == "['status', '--json'] None input\n", "CLUSTER_ADDRESS is unset there"
     assert (done.stderr, done.returncode) == ("on stderr\n", 3)
-
-
-def test_remote_command_is_configurable(client: _Client) -> None:
     program = _script(client.directory / "bin" / "other cluster", _FAKE_CLUSTER)
     done = client.run("--address", _HEAD, "status", CLUSTER_REMOTE_COMMAND=shlex.join([str(program), "--first"]))
     assert done.stdout == "['--first', 'status'] None \n"
 
 
-def test_scripts_get_no_password_prompt(client: _Client) -> None:
-    client.remote_words("status")
-    assert "BatchMode=yes" in (client.directory / "seen").read_text()
-
-
 @pytest.mark.parametrize(
-    ("exit_code", "message"),
+    ("arguments", "environment", "message"),
     [
-        ("255", f"ssh failed; try `ssh {_HEAD} true`"),
-        ("127", "cluster was not found there; set CLUSTER_REMOTE_COMMAND to its path on that host"),
+        (["--address", _HEAD, "status"], {"FAILS": "255"}, f"--address {_HEAD}: ssh failed; try `ssh {_HEAD} true`"),
+        (
+            ["--address", _HEAD, "status"],
+            {"FAILS": "127"},
+            f"--address {_HEAD}: cluster was not found there; set CLUSTER_REMOTE_COMMAND to its path on that host",
+        ),
+        (
+            ["--address", _HEAD, "status"],
+            {"PATH": "/nowhere"},
+            f"--address {_HEAD}: ssh is not installed; install it (Debian: openssh-client)",
+        ),
+        (
+            ["--address", f"{_HEAD}:6379", "status"],
+            {},
+            f"--address {_HEAD}:6379: ssh takes USER@HOST without Ray's port; write {_HEAD} (or ssh://{_HEAD}:6379, if "
+            "6379 is the port of its sshd)",
+        ),
+        (
+            ["--address", _HEAD, "deploy", "here.yaml"],
+            {},
+            f"here.yaml is a local file, but the command runs at {_HEAD}; run `scp here.yaml {_HEAD}:`, then `ssh -t "
+            f"{_HEAD} cluster deploy here.yaml --address auto`",
+        ),
     ],
-    ids=["unreachable", "no cluster"],
+    ids=["unreachable", "no cluster", "no ssh", "port of Ray", "local spec file"],
 )
-def test_failures_of_ssh_are_one_line(client: _Client, exit_code: str, message: str) -> None:
-    done = client.run("--address", _HEAD, "status", FAILS=exit_code)
-    assert (done.stderr, done.returncode) == (f"cluster: --address {_HEAD}: {message}\n", 2)
-
-
-def test_missing_ssh_is_one_line(tmp_path: Path) -> None:
-    done = _Client(tmp_path).run("--address", _HEAD, "status", PATH=str(tmp_path))
-    assert done.returncode == 2
-    assert done.stderr == f"cluster: --address {_HEAD}: ssh is not installed; install it (Debian: openssh-client)\n"
-
-
-def test_ray_port_is_rejected(client: _Client) -> None:
-    done = client.run("--address", f"{_HEAD}:6379", "status")
-    assert done.returncode == 2 and "write ubuntu@head (or ssh://ubuntu@head:6379," in done.stderr
+def test_failures_of_ssh_are_one_line(
+    client: _Client, arguments: list[str], environment: dict[str, str], message: str
+) -> None:
+    (client.directory / "here.yaml").write_text("{}")
+    done = client.run(*arguments, **environment)
+    assert (done.stderr, done.returncode) == (f"cluster: {message}\n", 2)
 
 
 @pytest.mark.parametrize("address", ["ubuntu@fe80::1", "ssh://ubuntu@head:2222"])
 def test_other_addresses_are_left_to_ssh(client: _Client, address: str) -> None:
     assert client.run("--address", address, "status", FAILS="0").returncode == 0
     assert f'"--", "{address}"' in (client.directory / "seen").read_text()
-
-
-def test_deploy_rejects_a_local_spec_file(client: _Client) -> None:
-    (client.directory / "here.yaml").write_text("{}")
-    done = client.run("--address", _HEAD, "deploy", "here.yaml")
-    assert done.returncode == 2 and "here.yaml is a local file" in done.stderr
-    assert f"`scp here.yaml {_HEAD}:`" in done.stderr
 
 
 @dataclass(frozen=True)
@@ -204,16 +203,9 @@ def test_a_real_sshd_runs_the_command(sshd: _Sshd) -> None:
     program = _script(sshd.directory / "head" / "cluster", _FAKE_CLUSTER)
     address = f"{getpass.getuser()}@127.0.0.1"
     prompt = "it's $HOME; `id`"
-    done = sshd.client().run(
-        "--address", address, "generate", prompt, stdin="input", CLUSTER_REMOTE_COMMAND=str(program)
-    )
+    remote = {"CLUSTER_REMOTE_COMMAND": str(program)}
+    done = sshd.client().run("--address", address, "generate", prompt, stdin="input", **remote)
     assert done.stdout == f"{['generate', prompt]} None input\n", done.stderr
     assert (done.stderr, done.returncode) == ("on stderr\n", 3)
     missing = sshd.client().run("--address", address, "status", CLUSTER_REMOTE_COMMAND="/no/such/cluster")
     assert missing.returncode == 2 and "/no/such/cluster was not found there" in missing.stderr
-
-
-def test_stopped_sshd_is_an_error(sshd: _Sshd) -> None:
-    (sshd.directory / "config").write_text(f"Port {free_port()}\n")
-    done = sshd.client().run("--address", f"{getpass.getuser()}@127.0.0.1", "status")
-    assert done.returncode == 2 and "ssh failed; try `ssh " in done.stderr

@@ -7,68 +7,65 @@ from typing import Any
 
 import pytest
 
-import cluster.cli.update
-from cluster.cli.app import run
-from cluster.launch import driver, preflight
+from cluster.launch import preflight
 from core.spec.loader import parse_spec
 from core.spec.schema import Spec
 from core.types.errors import SpecError
+from tests.cluster.cli.command import CommandInProcess, Outcome
+from tests.cluster.cli.conftest import Control
 
 SPEC = parse_spec({"name": "a", "decode": {"replicas": 2}}).model_dump(mode="json")
 REPLICA = {"state": "ready", "node": "", "stage": "", "fraction": 0.0}
 POOLS = {role: {"replicas": [{"id": f"{role}-0", **REPLICA}], "failures": []} for role in ("prefill", "decode")}
 
 
-class FakeController:
-    """Controller that returns scripted update states in sequence."""
+@pytest.fixture
+def controlled(control: Control, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """controlled((phase, text of the last update), …): statuses after the update began; "": it has ended.
 
-    def __init__(self, *steps: tuple[str, str]) -> None:
-        """steps: (phase, text of the last update); an empty phase means that the update has ended."""
-        self.methods: list[str] = []
-        self._steps = list(steps)
+    Returns the methods called.
+    """
 
-    def ask(self, controller: object, method: str, *args: Any, **kwargs: Any) -> Any:
-        self.methods.append(method)
-        if method == "status":
-            phase, last = self._steps.pop(0) if "update" in self.methods else ("", "")
+    def make(*steps: tuple[str, str]) -> list[str]:
+        left = list(steps)
+
+        def answer(method: str, *args: Any) -> Any:
+            if method != "status":
+                return True
+            phase, last = left.pop(0) if "update" in methods else ("", "")
             update = {"revision": 2, "phase": phase, "reason": "it is slow", "step": "1 of 2", "share": 0.5}
             report = {"number": 1, "update": update if phase else None, "last_update": last}
             return {"spec": SPEC, "pools": POOLS, "revision": report}
-        return True
 
+        methods = control(answer)
+        return methods
 
-@pytest.fixture
-def controlled(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeController]:
-    def make(*steps: tuple[str, str]) -> FakeController:
-        fake = FakeController(*steps)
-        monkeypatch.setattr(cluster.cli.update, "find_state", lambda name: None)
-        monkeypatch.setattr(cluster.cli.update, "join_controller", lambda state: fake)
-        monkeypatch.setattr(driver, "ask", fake.ask)
-        monkeypatch.setattr(preflight, "check_model", lambda spec, say: None)
-        return fake
-
+    monkeypatch.setattr(preflight, "check_model", lambda spec, say: None)
+    monkeypatch.setattr("cluster.cli.update.time.sleep", lambda seconds: None)
     return make
 
 
-def update(*arguments: str) -> int:
-    return run(["update", *arguments])
+@pytest.fixture
+def update(cluster: CommandInProcess) -> Callable[..., Outcome]:
+    return lambda *arguments: cluster.run("update", *arguments)
 
 
-def test_dry_run_prints_changes_and_requests_nothing(
-    controlled: Callable[..., FakeController], capsys: pytest.CaptureFixture[str]
-) -> None:
-    fake = controlled()
-    assert update("--set", "decode.max_running=32", "--set", "timeouts.drain_s=9", "--dry-run") == 0
-    output = capsys.readouterr().out
-    assert "decode.max_running: 64 -> 32    new decode replicas" in output
-    assert "prefill: prefill-0 kept" in output and "decode: decode-0 replaced" in output
-    assert fake.methods == ["status"]
-    assert update("--set", "router.http_port=9", "--dry-run") == 0
-    assert "an update cannot do this" in capsys.readouterr().out
+Update = Callable[..., Outcome]
+
+
+def test_dry_run_prints_changes_and_requests_nothing(controlled: Callable[..., list[str]], update: Update) -> None:
+    methods = controlled()
+    dry = update("--set", "decode.max_running=32", "--set", "timeouts.drain_s=9", "--dry-run")
+    assert dry.code == 0 and "decode.max_running: 64 -> 32    new decode replicas" in dry.out
+    assert "prefill: prefill-0 kept" in dry.out and "decode: decode-0 replaced" in dry.out
+    assert "an update cannot do this" in update("--set", "router.http_port=9", "--dry-run").out
+    equal = update("--set", "decode.replicas=2")
+    assert (equal.code, equal.out) == (0, "nothing changes\n")
+    assert methods == ["status"] * 3
 
 
 def test_dry_run_checks_local_sources(
-    controlled: Callable[..., FakeController], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    controlled: Callable[..., list[str]], update: Update, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     controlled()
 
@@ -76,11 +73,10 @@ def test_dry_run_checks_local_sources(
         raise SpecError(f"{spec.speculation.model}: cut off")
 
     monkeypatch.setattr(preflight, "check_model", reject)
-    heads = ("--set", "speculation.method=eagle", "--set")
-    assert update(*heads, "speculation.model=/heads", "--dry-run") == 2
-    printed = capsys.readouterr()
-    assert "/heads: cut off" in printed.err and "speculation.model" in printed.out
-    assert update(*heads, "speculation.model=hf:org/heads", "--dry-run") == 0
+    heads = ("--dry-run", "--set", "speculation.method=eagle", "--set")
+    local = update(*heads, "speculation.model=/heads")
+    assert local.code == 2 and "/heads: cut off" in local.err and "speculation.model" in local.out
+    assert update(*heads, "speculation.model=hf:org/heads").code == 0
 
 
 @pytest.mark.parametrize(
@@ -94,29 +90,19 @@ def test_dry_run_checks_local_sources(
     ],
 )
 def test_invalid_update_is_one_line(
-    controlled: Callable[..., FakeController], capsys: pytest.CaptureFixture[str], arguments: list[str], output: str
+    controlled: Callable[..., list[str]], update: Update, arguments: list[str], output: str
 ) -> None:
-    fake = controlled()
-    assert update(*arguments) == 2
-    error = capsys.readouterr().err
-    assert output in error and error.count("\n") == 1 and "update" not in fake.methods
+    methods, failed = controlled(), update(*arguments)
+    assert failed.code == 2 and output in failed.err and failed.err.count("\n") == 1 and "update" not in methods
 
 
+@pytest.mark.parametrize(
+    ("phases", "last", "code"),
+    [(["rolling"], "revision 2 serves", 0), (["canary", "returning"], "revision 2 was rolled back: it is slow", 2)],
+)
 def test_waits_for_the_end_and_fails_after_a_rollback(
-    controlled: Callable[..., FakeController], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    controlled: Callable[..., list[str]], update: Update, phases: list[str], last: str, code: int
 ) -> None:
-    monkeypatch.setattr("cluster.cli.update.time.sleep", lambda seconds: None)
-    controlled(("rolling", ""), ("", "revision 2 serves"))
-    assert update("--restart") == 0
-    assert "revision 2 serves, after" in capsys.readouterr().out
-    controlled(("canary", ""), ("returning", ""), ("", "revision 2 was rolled back: it is slow"))
-    assert update("--restart") == 2
-    assert "cluster: revision 2 was rolled back: it is slow" in capsys.readouterr().err
-
-
-def test_equal_spec_changes_nothing(
-    controlled: Callable[..., FakeController], capsys: pytest.CaptureFixture[str]
-) -> None:
-    fake = controlled()
-    assert update("--set", "decode.replicas=2") == 0
-    assert capsys.readouterr().out == "nothing changes\n" and fake.methods == ["status"]
+    controlled(*((phase, "") for phase in phases), ("", last))
+    ended = update("--restart")
+    assert ended.code == code and (f"{last}, after" in ended.out if code == 0 else f"cluster: {last}" in ended.err)

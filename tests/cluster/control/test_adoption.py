@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ray.exceptions import RpcError
@@ -12,35 +14,48 @@ from cluster.control import controller, replica_lifecycle
 from cluster.control.controller import Controller
 from cluster.control.desired_state import Desired
 from cluster.control.replica import ReplicaState, ReplicaStatus, role_of
-from cluster.ray import internals
-from core.identity.deployment_secrets import DeploymentSecrets
-from core.spec.loader import parse_spec
 from core.types.errors import DeployError, RankUnreachable
-from core.types.launch import Launch
+from tests.cluster.deployments import make_desired
+
+Start = Callable[..., Any]
 
 
-@pytest.fixture(autouse=True)
-def short_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def removed() -> list[str]:
+    """Replicas that the controller has removed."""
+    return []
+
+
+@pytest.fixture
+def start(
+    ray_store: object, removed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[[Desired | None, Callable[[], list[str]]], Any]:
+    """start(desired, found) -> controller whose Ray lists the replicas `found()`."""
     monkeypatch.setattr(replica_lifecycle, "_TRY_AGAIN_S", 0.02)
+    monkeypatch.setattr(controller, "redirect_output", lambda path, who: None)
+    monkeypatch.setattr(replica_lifecycle, "remove_leftovers", lambda replica, name: removed.append(replica))
+
+    async def make(desired: Desired | None, found: Callable[[], list[str]] = list) -> Controller:
+        monkeypatch.setattr(controller.desired_store, "load", lambda name: desired)
+        for module in (replica_lifecycle, controller):
+            monkeypatch.setattr(module, "find_replicas", lambda name: found())
+        starting = Controller.__new__(Controller)
+        await starting.__init__("a")  # type: ignore[misc,func-returns-value]
+        return starting
+
+    return make
 
 
-async def test_adoption_retries_until_ray_lists_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_adoption_retries_until_ray_lists_replicas(start: Start, removed: list[str]) -> None:
     answers: list[list[str] | Exception] = [RpcError("the control store is away"), ["decode-3"], []]
-    removed: list[str] = []
 
-    def find_replicas(name: str) -> list[str]:
+    def find_replicas() -> list[str]:
         answer = answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
         return answer
 
-    for function in ("put", "get", "delete"):
-        monkeypatch.setattr(internals, function, lambda *key, namespace: None)
-    for module in (replica_lifecycle, controller):
-        monkeypatch.setattr(module, "find_replicas", find_replicas)
-    monkeypatch.setattr(replica_lifecycle, "remove_leftovers", lambda replica, name: removed.append(replica))
-    starting = Controller.__new__(Controller)
-    await starting.__init__("a")  # type: ignore[misc,func-returns-value]
+    starting = await start(None, find_replicas)
     with pytest.raises(DeployError, match="nothing has been deployed yet"):
         await starting.status()
     assert removed == ["decode-3"], "it was found, but is not desired"
@@ -48,9 +63,10 @@ async def test_adoption_retries_until_ray_lists_replicas(monkeypatch: pytest.Mon
     assert not answers
 
 
-async def test_temporarily_unreachable_replica_is_adopted(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_temporarily_unreachable_replica_is_adopted(
+    start: Start, removed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Hosts do not come back all at once when the controller's host has rebooted."""
-    removed: list[str] = []
 
     class Timeline:
         home = serving_since = None
@@ -68,41 +84,21 @@ async def test_temporarily_unreachable_replica_is_adopted(monkeypatch: pytest.Mo
         async def live(self) -> None:
             await asyncio.Event().wait()
 
-    spec = parse_spec({"prefill": {"replicas": 0}, "decode": {"replicas": 1}})
-    launch = Launch(spec=spec, log_dir="", credentials=DeploymentSecrets.new(index_url="redis://127.0.0.1:1"))
-    for function in ("put", "get", "delete"):
-        monkeypatch.setattr(internals, function, lambda *key, namespace: None)
-    monkeypatch.setattr(controller, "redirect_output", lambda path, who: None)
-    monkeypatch.setattr(controller.desired_store, "load", lambda name: Desired(launch=launch))
-    monkeypatch.setattr(replica_lifecycle, "find_replicas", lambda name: ["decode-0"])
-    monkeypatch.setattr(controller, "find_replicas", lambda name: [])
-    monkeypatch.setattr(replica_lifecycle, "remove_leftovers", lambda replica, name: removed.append(replica))
     monkeypatch.setattr(replica_lifecycle, "ReplicaLifecycle", Timeline)
-    starting = Controller.__new__(Controller)
-    await starting.__init__("a")  # type: ignore[misc,func-returns-value]
+    answers = iter([["decode-0"], []])
+    starting = await start(make_desired({"prefill": {"replicas": 0}, "decode": {"replicas": 1}}), lambda: next(answers))
     pools = (await starting.status())["pools"]
     assert [replica["state"] for replica in pools["decode"]["replicas"]] == ["ready"] and not removed
     await starting.stop()
 
 
-async def test_capture_file_is_removed_with_its_controller(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_capture_file_is_removed_with_its_controller(start: Start, tmp_path: Path) -> None:
     """Its salt is lost with the controller process, and the capture belongs to the deployment."""
-    launch = Launch(
-        spec=parse_spec({"prefill": {"replicas": 0}, "decode": {"replicas": 0}}),
-        log_dir=str(tmp_path / "logs"),
-        credentials=DeploymentSecrets.new(index_url="redis://127.0.0.1:1"),
-    )
-    for function in ("put", "get", "delete"):
-        monkeypatch.setattr(internals, function, lambda *key, namespace: None)
-    monkeypatch.setattr(controller, "redirect_output", lambda path, who: None)
-    monkeypatch.setattr(controller.desired_store, "load", lambda name: Desired(launch=launch))
-    for module in (replica_lifecycle, controller):
-        monkeypatch.setattr(module, "find_replicas", lambda name: [])
+    desired = make_desired({"prefill": {"replicas": 0}, "decode": {"replicas": 0}}, log_dir=str(tmp_path / "logs"))
     file = tmp_path / "audit_log" / "capture.jsonl"
     file.parent.mkdir()
     file.write_text("of the life before")
-    starting = Controller.__new__(Controller)
-    await starting.__init__("a")  # type: ignore[misc,func-returns-value]
+    starting = await start(desired)
     assert not file.exists()
     await starting.start_capture(max_bytes=1000)
     assert file.exists()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +11,13 @@ import pytest
 import ray
 
 from cluster.control.gang import find_replicas
-from cluster.control.replica import Failure
 from cluster.launch import driver
 from core.identity.authority import KeyPair
 from core.types.errors import DeployError, SpecError
-from tests.cluster.control.conftest import Deployment, ids, is_alive
+from tests.cluster.control.deploying import SMALL, Deploy, Deployment, ids, is_alive
 from tests.core.identity.authorities import issue_authority
 from tests.support.identities import rank
 from tests.support.waiting import until
-
-Deploy = Callable[..., Deployment]
-SMALL = {"prefill": {"replicas": 1}, "decode": {"replicas": 1}}
 
 
 def pids(pool: dict[str, Any]) -> list[int]:
@@ -75,9 +70,11 @@ def test_restarted_controller_adopts_replicas(deploy: Deploy) -> None:
     deployment.until(lambda pools: "decode-2" in ids(pools["decode"]))
 
 
-def test_restarted_controller_removes_incomplete_gang(deploy: Deploy) -> None:
-    deployment = deploy(SMALL, prefill="slow_load")
+def test_loading_gang_shows_its_progress_and_is_removed_by_a_restarted_controller(deploy: Deploy) -> None:
+    deployment = deploy({**SMALL, "prefill": {"tensor_parallel": 2}}, prefill="slow_load")
     loading = deployment.until(lambda pools: pids(pools["prefill"]) and pools["prefill"]["replicas"][0]["fraction"])
+    replica = loading["prefill"]["replicas"][0]
+    assert (replica["state"], replica["stage"], replica["fraction"]) == ("loading", "reading weights", 0.25)
     deployment.restart()
     deployment.until(lambda pools: ids(pools["prefill"]) == ["prefill-1"])
     await_death(pids(loading["prefill"]))
@@ -105,6 +102,11 @@ def test_scale_changes_only_the_named_pool(deploy: Deploy) -> None:
     assert ids(shrunk["prefill"]) == ["prefill-0"], "the busy one stays"
     deployment.call("scale", {"prefill": 0, "decode": 2})
     assert ids(deployment.until_ready()["decode"]) == ["decode-0", "decode-1"]
+    with pytest.raises(DeployError, match=r"decode: room for \d+ of 4094 replicas; each replica needs 0.25 CPU"):
+        deployment.call("scale", {"decode": 4096})
+    with pytest.raises(SpecError, match="between 0 and 4096"):
+        deployment.call("scale", {"decode": 4097}, wait_for_nodes=True)
+    assert deployment.pool("decode")["desired"] == 2
 
 
 def test_leaving_replica_finishes_its_work(deploy: Deploy) -> None:
@@ -163,29 +165,13 @@ def test_failed_start_is_explained(deploy: Deploy, fault: str, num_ranks: int, r
     assert failure["will_repeat"] == (fault != "dies_in_load")
     assert failure["node"] and failure["replica"] == "prefill-0"
     assert log in deployment.call("logs", "prefill-0", lines=5)[0].text
-    assert Failure(**{key: value for key, value in failure.items() if key != "text"}).describe() == failure["text"]
+    assert failure["text"] == f"prefill-0 on {failure['node']} did not start ({failure['state']}): {reason}"
 
 
 def test_failed_starts_back_off(deploy: Deploy) -> None:
     deployment = deploy({"prefill": {"replicas": 2}, "decode": {"replicas": 0}}, prefill="raises_in_load")
     pool = deployment.until(lambda pools: pools["prefill"]["failed_rounds"] >= 2)["prefill"]
     assert len(pool["failures"]) <= 2 * pool["failed_rounds"], "two replicas that fail together are one round"
-
-
-def test_progress_is_shown_while_loading(deploy: Deploy) -> None:
-    spec = {"prefill": {"replicas": 1, "tensor_parallel": 2}, "decode": {"replicas": 0}}
-    deployment = deploy(spec, prefill="slow_load")
-    pools = deployment.until(lambda pools: pools["prefill"]["replicas"][0]["fraction"])
-    replica = pools["prefill"]["replicas"][0]
-    assert (replica["state"], replica["stage"], replica["fraction"]) == ("loading", "reading weights", 0.25)
-
-
-def test_pending_replica_reports_what_it_waits_for(deploy: Deploy) -> None:
-    deployment = deploy({"prefill": {"replicas": 1, "labels": {"pool": "gpu"}}, "decode": {"replicas": 1}})
-    pools = deployment.until(lambda pools: pools["prefill"]["replicas"][0]["stage"])
-    replica = pools["prefill"]["replicas"][0]
-    assert replica["state"] == "pending"
-    assert replica["stage"] == "no node has the labels pool=gpu; nodes have pool=decode, pool=prefill"
 
 
 def test_pools_are_placed_by_labels(deploy: Deploy) -> None:
@@ -200,8 +186,6 @@ def test_pools_are_placed_by_labels(deploy: Deploy) -> None:
         if group["name"].startswith(f"xpyd-{deployment.name}/"):
             role = group["name"].partition("/")[2].partition("-")[0]
             assert {pool_of_node[node] for node in group["bundles_to_node_id"].values()} == {role}
-    with pytest.raises(DeployError, match=r"decode: room for \d+ of 27 replicas; each replica needs 0.25 CPU"):
-        deployment.call("scale", {"decode": 30})
 
 
 def test_replicas_of_a_pool_are_spread_over_nodes(deploy: Deploy) -> None:
@@ -213,35 +197,17 @@ def test_replicas_of_a_pool_are_spread_over_nodes(deploy: Deploy) -> None:
     assert len(set(homes)) == len(homes) == len(replicas) == 3
 
 
-def test_scale_beyond_capacity_is_rejected(deploy: Deploy) -> None:
-    deployment = deploy({"prefill": {"replicas": 1}, "decode": {"replicas": 1, "resources": {"cpus": 1}}})
-    deployment.until_ready()
-    with pytest.raises(DeployError, match=r"decode: room for \d+ of 40 replicas; each replica needs 1 CPU"):
-        deployment.call("scale", {"decode": 41})
-    with pytest.raises(SpecError, match="between 0 and 4096"):
-        deployment.call("scale", {"decode": 4097}, wait_for_nodes=True)
-    assert deployment.pool("decode")["desired"] == 1
-
-
 def test_logs_of_running_and_ended_replicas(deploy: Deploy) -> None:
     deployment = deploy(SMALL)
     pools = deployment.until_ready()
-    alive = deployment.call("logs", "decode-0", lines=1)[0]
-    assert alive.text == "loading with 1 ranks\n"
-    assert deployment.call("logs", "decode-0", starts={0: alive.end})[0].text == ""
+    for name, text in (("decode-0", "loading with 1 ranks"), ("controller", "replica=decode-0 state=ready")):
+        part = deployment.call("logs", name, lines=100)[0]
+        assert text in part.text and deployment.call("logs", name, starts={0: part.end})[0].text == ""
     os.kill(pids(pools["decode"])[0], signal.SIGKILL)
     deployment.until(lambda pools: "decode-0" not in ids(pools["decode"]))
     assert deployment.call("logs", "decode-0", lines=1)[0].text == "loading with 1 ranks\n"
     with pytest.raises(SpecError, match="replica decode-9 not found"):
         deployment.call("logs", "decode-9")
-
-
-def test_controller_log(deploy: Deploy) -> None:
-    deployment = deploy(SMALL)
-    deployment.until_ready()
-    own = deployment.call("logs", "controller", lines=100)[0]
-    assert "replica=decode-0 state=ready" in own.text
-    assert deployment.call("logs", "controller", starts={0: own.end})[0].text == ""
     assert deployment.call("logs", "router") == {}  # this deployment has no router
     for name, text in (("2-b", "second\n"), ("1-a", "first\n")):
         (deployment.log_dir / f"router-{name}.log").write_text(text)
@@ -276,9 +242,12 @@ def test_each_rank_has_its_own_certificate(deploy: Deploy, tls: str, tmp_path: P
         assert "PRIVATE KEY" not in text
 
 
-def test_stop_leaves_nothing(deploy: Deploy) -> None:
-    deployment = deploy({"prefill": {"replicas": 1, "labels": {"pool": "none"}}, "decode": {"replicas": 2}})
-    pools = deployment.until(lambda pools: pools["decode"]["ready"] == 2)
+def test_pending_replica_reports_what_it_waits_for_and_stop_leaves_nothing(deploy: Deploy) -> None:
+    deployment = deploy({"prefill": {"labels": {"pool": "gpu"}}, "decode": {"replicas": 2}})
+    pools = deployment.until(lambda now: now["prefill"]["replicas"][0]["stage"] and now["decode"]["ready"] == 2)
+    replica = pools["prefill"]["replicas"][0]
+    assert replica["state"] == "pending"
+    assert replica["stage"] == "no node has the labels pool=gpu; nodes have pool=decode, pool=prefill"
     deployment.call("stop")
     await_death(pids(pools["decode"]))
     groups = ray.util.placement_group_table().values()

@@ -6,9 +6,8 @@ import json
 
 from cluster.control.desired_state import Desired
 from core.identity.deployment_secrets import DeploymentSecrets
-from core.spec.loader import parse_spec
-from core.types.launch import Launch
 from core.types.request import Role
+from tests.cluster.deployments import make_desired
 
 # As written by the oldest supported version (tests/support/oldest.py).
 _OLDEST = {
@@ -29,16 +28,13 @@ _OLDEST = {
 }
 
 
-def test_round_trip_keeps_scaling() -> None:
-    launch = Launch(
-        spec=parse_spec({"name": "kept"}), log_dir="/logs", credentials=DeploymentSecrets.new(index_url="redis://h")
-    )
-    desired = Desired(launch=launch)
+def test_round_trip_keeps_scaling_and_role_switches() -> None:
+    desired = make_desired({"name": "kept"}, switched={"decode-1": "prefill-3"})
     desired.scale(Role.DECODE, 5)
     assert desired.take_number(Role.DECODE) == 0
     again = Desired.from_json(desired.to_json())
     assert again == desired and again.spec.decode.replicas == 5 and again.take_number(Role.DECODE) == 1
-    assert again.launch.credentials == launch.credentials
+    assert again.launch.credentials == desired.launch.credentials
 
 
 def test_other_version_is_read_and_unknown_fields_ignored() -> None:
@@ -52,9 +48,3 @@ def test_other_version_is_read_and_unknown_fields_ignored() -> None:
             secret=b"\xab" * 32, index_url="redis://:pass@127.0.0.1:7000/0"
         )
         assert found.next_number == {Role.PREFILL: 4, Role.DECODE: 2} and found.make_of("prefill-0", Role.PREFILL) == 2
-
-
-def test_round_trip_keeps_role_switches() -> None:
-    launch = Launch(spec=parse_spec({}), log_dir="/logs", credentials=DeploymentSecrets.new(index_url="redis://h"))
-    desired = Desired(launch=launch, switched={"decode-1": "prefill-3"})
-    assert Desired.from_json(desired.to_json()) == desired

@@ -15,13 +15,11 @@ from cluster.control import pool as pool_module
 from cluster.control.desired_state import Desired
 from cluster.control.gang import Gang
 from cluster.control.placement import Node
-from cluster.control.pool import ReplicaPool
+from cluster.control.pool import Goal, ReplicaPool
 from cluster.control.replica import ReplicaStatus, role_of
-from core.identity.deployment_secrets import DeploymentSecrets
-from core.spec.loader import parse_spec
 from core.types.errors import ReplicaFailed
-from core.types.launch import Launch
 from core.types.request import Role
+from tests.cluster.deployments import make_desired
 
 
 @pytest.mark.parametrize(("failures", "chosen"), [({}, "a"), ({"host-a": 1}, "b"), ({"host-a": 1, "host-b": 2}, "a")])
@@ -40,8 +38,7 @@ async def test_node_with_failed_starts_comes_last(
     monkeypatch.setattr(gang, "live_nodes", lambda: nodes)
     monkeypatch.setattr(gang, "placement_group", reserve)
     monkeypatch.setattr(gang, "placement_group_table", lambda *group: {"bundles_to_node_id": {0: "a"}} if group else {})
-    launch = Launch(spec=parse_spec({}), log_dir="", credentials=DeploymentSecrets.new(index_url=""))
-    await Gang("decode-1", Desired(launch=launch), failures=failures).place(lambda why: None)
+    await Gang("decode-1", make_desired(), failures=failures).place(lambda why: None)
     assert [selector["ray.io/node-id"] for [selector] in selectors] == [chosen]
 
 
@@ -70,13 +67,11 @@ async def test_pool_remembers_failed_starts_while_a_replica_is_missing(monkeypat
     monkeypatch.setattr(pool_module, "ReplicaLifecycle", Timeline)
     changed = asyncio.Event()
     pool, numbers = ReplicaPool(Role.DECODE, changed=changed.set), itertools.count()
-    spec = parse_spec({"decode": {"replicas": 1}})
-    desired = Desired(launch=Launch(spec=spec, log_dir="", credentials=DeploymentSecrets.new(index_url="")))
-    pool.reconcile(desired, lambda: f"decode-{next(numbers)}")  # this one serves
-    desired.scale(Role.DECODE, 2)
-    for _ in range(2):
+    # The first replica serves, all others fail.
+    for count in (1, 2, 2):
         changed.clear()
-        pool.reconcile(desired, lambda: f"decode-{next(numbers)}")
-        await changed.wait()
+        pool.reconcile({1: Goal(make_desired(), count)}, lambda make: f"decode-{next(numbers)}")
+        if count > 1:
+            await changed.wait()
     assert seen_failures == [{}, {}, {"host-a": 1}]
     await pool.stop()

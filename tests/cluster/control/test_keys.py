@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import stat
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from core.index.key_channel import KeyReader
 from core.index.redis_client import connect_redis
 from core.types.api_key import KeyChange, KeyRegistry, new_key, new_secret
 from core.types.errors import SpecError
-from tests.cluster.control.conftest import Deployment
+from tests.cluster.control.deploying import Deploy, Deployment
 from tests.support.waiting import until
 
 _NOBODY: dict[str, Any] = {"prefill": {"replicas": 0}, "decode": {"replicas": 0}}
@@ -37,9 +36,7 @@ def published(deployment: Deployment, redis_url: str) -> KeyRegistry | None:
 
 
 @pytest.mark.timeout(300)
-def test_keys_outlive_controller_redis_and_deployment(
-    deploy: Callable[..., Deployment], redis_url: str, tmp_path: Path
-) -> None:
+def test_keys_outlive_controller_redis_and_deployment(deploy: Deploy, redis_url: str, tmp_path: Path) -> None:
     deployment = deploy(_NOBODY, index_url=redis_url)
     first, second = new_key("first", new_secret(), rpm=3), new_key("second", new_secret())
     deployment.call("add_key", first)

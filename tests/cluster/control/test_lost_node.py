@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.cluster.control.conftest import Deployment
+from tests.cluster.control.deploying import Deploy
 from tests.support.ray_fixtures import NODE
 
 _SPARE = {"labels": {"pool": "spare"}}
@@ -20,7 +19,7 @@ _SPEC = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_replicas_of_a_lost_node_restart_elsewhere(ray_nodes: Any, deploy: Callable[..., Deployment]) -> None:
+def test_replicas_of_a_lost_node_restart_elsewhere(ray_nodes: Any, deploy: Deploy) -> None:
     spare = [ray_nodes.add_node(**NODE, **_SPARE)]
     try:
         deployment = deploy(_SPEC)

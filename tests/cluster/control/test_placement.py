@@ -11,6 +11,7 @@ from cluster.control.placement import (
     check_fit,
     matches,
     preferred_node,
+    share_out,
     why_pending,
 )
 from core.spec.schema import PoolSpec
@@ -30,8 +31,9 @@ def pool(*, tensor_parallel: int = 1, labels: dict[str, str] | None = None, **re
     )
 
 
-def prefill(count: int, pool: PoolSpec) -> ResourceDemand:
-    return ResourceDemand(Role.PREFILL, pool, count)
+def check(count: int, pool: PoolSpec, nodes: list[Node], *, decode: ResourceDemand | None = None) -> None:
+    """Check that these prefill replicas fit."""
+    check_fit([ResourceDemand(Role.PREFILL, pool, count), *([decode] if decode else [])], nodes)
 
 
 def test_bundle_has_only_needed_resources() -> None:
@@ -59,41 +61,28 @@ def test_labels_match_by_rays_rules(selector: dict[str, str], fits: bool) -> Non
 
 def test_replicas_do_not_share_resources() -> None:
     nodes = [node("a", CPU=4), node("b", CPU=4, free={"CPU": 3})]
-    check_fit([prefill(3, pool(tensor_parallel=2))], nodes)
+    check(3, pool(tensor_parallel=2), nodes)
     with pytest.raises(DeployError, match=r"^prefill: room for 3 of 4 replicas; each replica needs 2 CPU$"):
-        check_fit([prefill(4, pool(tensor_parallel=2))], nodes)
+        check(4, pool(tensor_parallel=2), nodes)
+    check(10, pool(cpus=0.1), [node("a", CPU=1)])  # fractions have Ray's precision
+    check(0, pool(labels={"pool": "gpu"}), [])  # an empty pool needs nothing
 
 
-def test_fractions_follow_rays_precision() -> None:
-    check_fit([prefill(10, pool(cpus=0.1))], [node("a", CPU=1)])
-
-
-def test_pool_with_fewer_candidates_is_placed_first() -> None:
+def test_pools_compete_and_the_one_with_fewer_candidates_is_placed_first() -> None:
     nodes = [node("plain", CPU=1), node("labelled", labels={"pool": "decode"}, CPU=2)]
-    check_fit([prefill(2, pool()), ResourceDemand(Role.DECODE, pool(labels={"pool": "decode"}), 1)], nodes)
-
-
-def test_both_pools_compete_for_the_same_room() -> None:
+    check(2, pool(), nodes, decode=ResourceDemand(Role.DECODE, pool(labels={"pool": "decode"}), 1))
     with pytest.raises(DeployError, match=r"^decode: room for 1 of 2 replicas"):
-        check_fit([prefill(1, pool()), ResourceDemand(Role.DECODE, pool(), 2)], [node("a", CPU=2)])
+        check(1, pool(), [node("a", CPU=2)], decode=ResourceDemand(Role.DECODE, pool(), 2))
 
 
-def test_unmet_label_error_lists_existing_labels() -> None:
-    nodes = [node("a", labels={"pool": "prefill", "zone": "z"}, CPU=8)]
+def test_replica_that_no_node_can_take_is_explained() -> None:
+    nodes = [node("a", labels={"pool": "prefill", "zone": "z"}, CPU=8, GPU=4), node("b", CPU=8, GPU=4)]
     with pytest.raises(DeployError, match=r"^prefill: no node has the labels pool=gpu; nodes have pool=prefill$"):
-        check_fit([prefill(1, pool(labels={"pool": "gpu"}))], nodes)
-
-
-def test_replica_must_fit_on_one_node() -> None:
-    nodes = [node("a", CPU=8, GPU=4), node("b", CPU=8, GPU=4)]
+        check(1, pool(labels={"pool": "gpu"}), nodes)
     with pytest.raises(
         DeployError, match=r"each replica needs 8 CPU, 8 GPU, on one node; the most .* is 8 CPU, 4 GPU$"
     ):
-        check_fit([prefill(1, pool(tensor_parallel=8, cpus=1, gpus=1))], nodes)
-
-
-def test_empty_pool_needs_nothing() -> None:
-    check_fit([prefill(0, pool(labels={"pool": "gpu"}))], [])
+        check(1, pool(tensor_parallel=8, cpus=1, gpus=1), nodes)
 
 
 def test_pending_reason() -> None:
@@ -120,3 +109,25 @@ def test_replicas_are_spread_over_nodes() -> None:
     assert chosen({}, pool="elsewhere") is None
     nodes[2] = node("c", free={"CPU": 0.5}, CPU=8)
     assert chosen({"a": 5, "b": 6, "d": 7}) == "a"
+
+
+@pytest.mark.parametrize(
+    ("cpus", "waiting", "lacking", "shared"),
+    [
+        (1.0, (0, 0), (9, 9), (1, 1)),
+        (1.5, (0, 0), (9, 9), (3, 1)),
+        (0.5, (0, 0), (9, 9), (2, 0)),
+        (0.1, (0, 0), (9, 9), (0, 0)),
+        (0.75, (0, 0), (1, 0), (1, 0)),
+        (0.75, (0, 0), (0, 1), (0, 1)),
+        (1.0, (0, 1), (9, 9), (1, 0)),
+        (1.0, (4, 0), (9, 9), (0, 0)),
+    ],
+)
+def test_growing_pools_take_turns_after_waiting_replicas(
+    cpus: float, waiting: tuple[int, int], lacking: tuple[int, int], shared: tuple[int, int]
+) -> None:
+    """Counts of prefill and decode. Each pool gets one before any gets all; a complete pool takes no room."""
+    pools = {Role.PREFILL: pool(cpus=0.25), Role.DECODE: pool(cpus=0.25, tensor_parallel=3)}
+    by_role = [dict(zip(pools, counts, strict=True)) for counts in (waiting, lacking)]
+    assert tuple(share_out([node("n", CPU=8.0, free={"CPU": cpus})], pools, *by_role).values()) == shared

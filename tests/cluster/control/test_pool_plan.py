@@ -7,17 +7,15 @@ from cluster.control.replica import ReplicaState, ReplicaStatus
 from core.types.request import Role
 
 
-def replica(number: int, state: str = "ready", *, running: int = 0) -> ReplicaStatus:
-    return ReplicaStatus(id=f"decode-{number}", role=Role.DECODE, state=ReplicaState(state), running=running)
+def replica(number: int, state: str = "ready", *, role: Role = Role.DECODE, running: int = 0) -> ReplicaStatus:
+    return ReplicaStatus(id=f"{role}-{number}", role=role, state=ReplicaState(state), running=running)
 
 
 def test_missing_replicas_are_started() -> None:
     assert plan_pool(3, [replica(0), replica(1, "loading")], can_start=True) == PoolPlan(start=1)
     assert plan_pool(3, [replica(0)], can_start=False) == PoolPlan()
     assert plan_pool(1, [replica(0)], can_start=True) == PoolPlan()
-
-
-def test_draining_replica_is_not_counted() -> None:
+    # Draining ones are not counted.
     assert plan_pool(1, [replica(0, "draining")], can_start=True) == PoolPlan(start=1)
     assert plan_pool(0, [replica(0, "draining")], can_start=True) == PoolPlan()
 
@@ -27,9 +25,7 @@ def test_least_useful_replicas_are_retired() -> None:
     retired = plan_pool(0, pool, can_start=True).retire
     assert retired == tuple(f"decode-{n}" for n in (2, 1, 5, 4, 0, 3))
     assert plan_pool(4, pool, can_start=True).retire == retired[:2]
-
-
-def test_newest_is_by_number() -> None:
+    # The newest is the one with the highest number.
     assert plan_pool(1, [replica(9), replica(10)], can_start=True).retire == ("decode-10",)
 
 
@@ -55,12 +51,11 @@ def test_joint_failures_count_as_one_round() -> None:
     assert backoff.rounds == 2
 
 
-def prefill(number: int, state: str = "ready") -> ReplicaStatus:
-    return ReplicaStatus(id=f"prefill-{number}", role=Role.PREFILL, state=ReplicaState(state))
-
-
 def test_retired_replica_switches_to_the_growing_pool() -> None:
-    pools = {Role.PREFILL: [prefill(0), prefill(1)], Role.DECODE: [replica(0), replica(1), replica(2, running=1)]}
+    pools = {
+        Role.PREFILL: [replica(0, role=Role.PREFILL), replica(1, role=Role.PREFILL)],
+        Role.DECODE: [replica(0), replica(1), replica(2, running=1)],
+    }
     sizes = {Role.PREFILL: 2, Role.DECODE: 3}
     for new_sizes, switching in (
         ({Role.PREFILL: 3, Role.DECODE: 2}, ["decode-1"]),
@@ -76,7 +71,10 @@ def test_retired_replica_switches_to_the_growing_pool() -> None:
 
 
 def test_starting_replica_does_not_switch() -> None:
-    pools = {Role.PREFILL: [prefill(0)], Role.DECODE: [replica(0), replica(1, "loading"), replica(2, "draining")]}
+    pools = {
+        Role.PREFILL: [replica(0, role=Role.PREFILL)],
+        Role.DECODE: [replica(0), replica(1, "loading"), replica(2, "draining")],
+    }
     sizes = {Role.PREFILL: 1, Role.DECODE: 2}
     assert plan_switches({Role.PREFILL: 2, Role.DECODE: 1}, sizes, pools) == []
     assert plan_switches({Role.PREFILL: 3, Role.DECODE: 0}, sizes, pools) == ["decode-0"]

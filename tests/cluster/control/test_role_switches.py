@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from core.types.errors import SpecError
-from tests.cluster.control.conftest import Deployment, ids
-
-Deploy = Callable[..., Deployment]
+from tests.cluster.control.deploying import Deploy, ids, is_settled
 
 
 def pids(pools: dict[str, Any]) -> dict[str, int]:
@@ -24,15 +21,11 @@ def pids(pools: dict[str, Any]) -> dict[str, int]:
     }
 
 
-def is_whole(pools: dict[str, Any]) -> bool:
-    return all(pool["ready"] == pool["desired"] == len(pool["replicas"]) for pool in pools.values())
-
-
 def test_replica_switches_and_returns_with_its_processes(deploy: Deploy) -> None:
     deployment = deploy({"prefill": {"replicas": 1}, "decode": {"replicas": 2}})
     before = pids(deployment.until_ready())
     assert deployment.call("switch", "decode-1") == "prefill-1"
-    there = deployment.until(is_whole)
+    there = deployment.until_ready()
     assert pids(there) == {id: before[id] for id in ("prefill-0", "decode-0")} | {"prefill-1": before["decode-1"]}
     assert [replica["was"] for replica in there["prefill"]["replicas"]] == ["", "decode-1"]
     text = deployment.call("logs", "prefill-1")[0].text
@@ -46,10 +39,10 @@ def test_replica_switches_and_returns_with_its_processes(deploy: Deploy) -> None
     deployment.restart()
     assert pids(deployment.call("status")["pools"]) == pids(there)
     assert deployment.call("scale", {"prefill": 1, "decode": 2}) == {"prefill": (2, 1), "decode": (1, 2)}
-    back = deployment.until(is_whole)
+    back = deployment.until_ready()
     assert pids(back) == {id: before[id] for id in ("prefill-0", "decode-0")} | {"decode-2": before["decode-1"]}
     os.kill(before["decode-1"], signal.SIGKILL)
-    assert ids(deployment.until(lambda p: is_whole(p) and "decode-2" not in ids(p["decode"]))["decode"]) == [
+    assert ids(deployment.until(lambda p: is_settled(p) and "decode-2" not in ids(p["decode"]))["decode"]) == [
         "decode-0",
         "decode-3",
     ]
@@ -67,13 +60,13 @@ def test_interrupted_switch_is_repaired(deploy: Deploy) -> None:
     deployment.until(lambda pools: ids(pools["prefill"]) == ["prefill-0", "prefill-1"])
     assert deployment.call("switch", "decode-2") == "prefill-1", "a repeated call returns the same id"
     (deployment.log_dir / "decode-2.finished").touch()
-    assert pids(deployment.until(is_whole))["prefill-1"] == before["decode-2"]
+    assert pids(deployment.until_ready())["prefill-1"] == before["decode-2"]
 
     # It is lost: another one starts in its new role.
     deployment.call("switch", "decode-1")
     deployment.until(lambda pools: ids(pools["prefill"])[-1] == "prefill-2")
     os.kill(before["decode-1"], signal.SIGKILL)
-    after = deployment.until(is_whole)
+    after = deployment.until_ready()
     assert ids(after["prefill"]) == ["prefill-0", "prefill-1", "prefill-2"] and ids(after["decode"]) == ["decode-0"]
     assert pids(after)["prefill-2"] != before["decode-1"] and after["prefill"]["replicas"][2]["was"] == ""
 
@@ -81,5 +74,5 @@ def test_interrupted_switch_is_repaired(deploy: Deploy) -> None:
     with pytest.raises(SpecError, match=r"prefill-1 cannot switch to decode in place: the pools differ in kv_m"):
         deployment.call("switch", "prefill-1")
     deployment.call("scale", {"prefill": 2, "decode": 2})
-    assert "prefill-2" not in ids(deployment.until(is_whole)["prefill"]), "it was replaced"
-    assert pids(deployment.until(is_whole))["decode-3"] != pids(after)["prefill-2"]
+    assert "prefill-2" not in ids(deployment.until_ready()["prefill"]), "it was replaced"
+    assert pids(deployment.until_ready())["decode-3"] != pids(after)["prefill-2"]

@@ -12,12 +12,11 @@ from cluster.cli.app import run
 
 
 @pytest.fixture(autouse=True)
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("CLUSTER_STATE_DIR", str(tmp_path / "state"))
+def root(state_root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     # A command may set it for its own process.
     monkeypatch.setenv("CLUSTER_ADDRESS", "")
     monkeypatch.setenv("SSH_CONNECTION", "10.1.2.3 5000 10.1.2.4 22")
-    return tmp_path / "state"
+    return state_root
 
 
 def test_changing_commands_are_logged_with_their_outcome(root: Path) -> None:

@@ -11,38 +11,25 @@ import sys
 import threading
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import ray
 
 from cluster.control.placement import on_the_head
 from cluster.launch import driver
-from cluster.launch.driver import start_controller
 from cluster.ray import internals
 from core.types.errors import DeployError
 from tests.support.waiting import until
 
 
-class FakeActorClass:
-    """Actor class that records its Ray options."""
-
-    def __init__(self) -> None:
-        self.chosen: dict[str, Any] = {}
-
-    def options(self, **chosen: Any) -> FakeActorClass:
-        self.chosen = chosen
-        return self
-
-    def remote(self, *arguments: object) -> None:
-        pass
-
-
 def test_controller_restarts_on_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = FakeActorClass()
+    made = Mock()
     monkeypatch.setattr(ray, "remote", lambda actor: made)
-    start_controller("a")
-    assert made.chosen["resources"] == on_the_head()["resources"]
-    assert made.chosen["max_restarts"] == -1 and "scheduling_strategy" not in made.chosen
+    driver.start_controller("a")
+    options = made.options.call_args.kwargs
+    assert options["resources"] == on_the_head()["resources"]
+    assert options["max_restarts"] == -1 and "scheduling_strategy" not in options
 
 
 @pytest.mark.filterwarnings("ignore")  # Serve's own pydantic warnings

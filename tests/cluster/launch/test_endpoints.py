@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
-from grpc import aio
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from cluster.control.placement import Node
 from cluster.launch.endpoints import Endpoints, admin_addresses, keys_of, open_ones, openai_urls, plan_endpoints
-from core.process.ports import free_port
 from core.spec.schema import RouterSpec
 from core.types.errors import SpecError
-from core.types.network import format_address
-from core.wire.client_access import EndpointAccess
-from tests.support.ipv6 import needs_ipv6
 
 HEAD = {"node:__internal_head__": 1.0}
 
@@ -45,13 +38,19 @@ def test_ipv6_addresses_have_brackets() -> None:
     assert (loopback.grpc, loopback.host, loopback.opens_to) == ("[::1]:50051", "::1", "")
     assert open_ones("http://[fd00::7]:8000,http://[fd00::8]:8000", {"fd00::8"}) == "http://[fd00::8]:8000"
     assert admin_addresses(RouterSpec(admin_host="::", admin_port=9))[0] == "[::1]:9"
+    opened_admin = RouterSpec(admin_port=9100, admin_host="0.0.0.0", replicas=2)
+    assert admin_addresses(opened_admin) == tuple(f"127.0.0.1:{port}" for port in (9100, 9101, 9102, 9103))
 
 
 def test_several_machines_default_to_the_heads_address() -> None:
-    endpoints = plan(node("10.0.0.2", pool="decode"), node("10.0.0.1", total=HEAD))
-    assert (endpoints.grpc, endpoints.http) == ("10.0.0.1:50051", "http://10.0.0.1:8000")
-    assert endpoints.host is None
-    assert endpoints.actor_options == {"resources": {"node:__internal_head__": 0.001}}
+    nodes = [node("10.0.0.2", pool="decode"), node("10.0.0.1", total=HEAD)]
+    for host in (None, "0.0.0.0"):
+        endpoints = plan(*nodes, host=host)
+        assert (endpoints.grpc, endpoints.http) == ("10.0.0.1:50051", "http://10.0.0.1:8000")
+        assert endpoints.host == host, "a wildcard only if configured"
+        assert endpoints.actor_options == {"resources": {"node:__internal_head__": 0.001}}
+    with pytest.raises(SpecError, match=r"router.host: 127.0.0.1 is on one machine, and .*; unset it, or set 0.0.0.0"):
+        plan(*nodes, host="127.0.0.1")
 
 
 def test_label_selects_router_nodes() -> None:
@@ -75,14 +74,6 @@ def test_routers_are_spread_over_hosts(routers: int, hosts: int, at_most: int) -
     assert plan_endpoints(RouterSpec(replicas=routers), nodes, is_one_machine=False).max_per_node == at_most
 
 
-def test_wildcard_address_only_if_configured() -> None:
-    nodes = [node("10.0.0.1", total=HEAD), node("10.0.0.2", pool="decode")]
-    endpoints = plan(*nodes, host="0.0.0.0")
-    assert (endpoints.grpc, endpoints.host) == ("10.0.0.1:50051", "0.0.0.0")
-    with pytest.raises(SpecError, match=r"router.host: 127.0.0.1 is on one machine, and .*; unset it, or set 0.0.0.0"):
-        plan(*nodes, host="127.0.0.1")
-
-
 def test_open_endpoints_need_a_keys_setting() -> None:
     """Until keys exist; then they are required, even if the spec does not set `keys`."""
     here, several = (node("10.0.0.1", total=HEAD),), (node("10.0.0.1", total=HEAD), node("10.0.0.2", pool="decode"))
@@ -92,9 +83,7 @@ def test_open_endpoints_need_a_keys_setting() -> None:
         assert keys_of(RouterSpec(), endpoints, has_keys=True) == "required"
         for word in ("required", "none"):
             assert keys_of(RouterSpec(keys=word), endpoints, has_keys=False) == word
-
-
-def test_loopback_needs_no_keys() -> None:
+    # Loopback needs no keys.
     for host in (None, "127.0.0.1", "::1", "localhost"):
         endpoints = plan(node("10.0.0.1", total=HEAD), host=host)
         assert keys_of(RouterSpec(host=host), endpoints, has_keys=True) == "none"
@@ -106,27 +95,3 @@ def test_router_requires_keys_off_loopback() -> None:
     assert RouterSpec().needs_keys("10.0.0.1") and RouterSpec().needs_keys("0.0.0.0") and RouterSpec().needs_keys("a")
     assert not RouterSpec().needs_keys("127.0.0.1") and not RouterSpec(keys="none").needs_keys("10.0.0.1")
     assert RouterSpec(keys="required").needs_keys("127.0.0.1")
-
-
-def test_admin_addresses() -> None:
-    assert admin_addresses(RouterSpec(admin_port=9100)) == ("127.0.0.1:9100", "127.0.0.1:9101")
-    opened = RouterSpec(admin_port=9100, admin_host="0.0.0.0", replicas=2)
-    assert admin_addresses(opened) == tuple(f"127.0.0.1:{port}" for port in (9100, 9101, 9102, 9103))
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("::1", marks=needs_ipv6)])
-async def test_client_finds_the_open_endpoint(host: str) -> None:
-    server = aio.server()
-    servicer = health.aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
-    port = server.add_insecure_port(format_address(host, 0))
-    await server.start()
-    endpoints = ",".join(format_address(host, one) for one in (free_port(host), port, free_port(host)))
-
-    def ask() -> Any:
-        with EndpointAccess().blocking_channel(endpoints) as channel:
-            return health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
-
-    for _ in range(3):
-        assert (await asyncio.to_thread(ask)).status == health_pb2.HealthCheckResponse.SERVING
-    await server.stop(None)

@@ -29,82 +29,84 @@ def _findings(tree: dict[str, Any]) -> list[str]:
     return list(examine(parse_spec(tree), [_NODE]).findings)
 
 
-def _file_for_a_directory(path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    (path / "blocks").write_text("")
-    return {"prefill": {"kv_disk_gib": 1, "kv_disk_path": str(path / "blocks")}}
-
-
-def _without_nixl(path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    monkeypatch.setattr(host_checks, "find_spec", lambda name: None)
-    return {"kv": {"host_link": "nixl"}}
-
-
-def _limited(kind: int, limit: int) -> Callable[[Path, pytest.MonkeyPatch], dict[str, Any]]:
-    def plant(path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def _limited(kind: int, limit: int) -> Callable[[Path, pytest.MonkeyPatch], None]:
+    def plant(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         usual = resource.getrlimit
         monkeypatch.setattr(resource, "getrlimit", lambda asked: (limit, limit) if asked == kind else usual(asked))
-        return {}
 
     return plant
 
 
-def _no_compiler(path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    monkeypatch.setenv("PATH", str(path))
-    return {}
-
-
-def _no_driver(path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    monkeypatch.setattr(host_checks, "driver_version", lambda: ("", 0))
-    return {role: {"resources": {"gpus": 1}} for role in ("prefill", "decode")}
-
-
-_PLANTED: dict[str, tuple[str, Callable[[Path, pytest.MonkeyPatch], dict[str, Any]]]] = {
-    "error: 127.0.0.1: kv_disk_path: .*blocks is not a writable directory": (
-        "file for a directory",
-        _file_for_a_directory,
-    ),
-    "error: 127.0.0.1: kv_disk_gib: .*blocks may take 1e\\+06": (
-        "small disk",
-        lambda path, monkeypatch: {"prefill": {"kv_disk_gib": 1_000_000}},
-    ),
-    "error: 127.0.0.1: model .*/no cannot be read": (
-        "no model",
-        lambda path, monkeypatch: {"model": {"source": str(path / "no")}},
-    ),
-    "error: 127.0.0.1: model .*/heads cannot be read": (
-        "no draft heads",
-        lambda path, monkeypatch: {"speculation": {"method": "eagle", "model": str(path / "heads")}},
-    ),
-    "error: 127.0.0.1: kv.host_link is nixl, which": ("no nixl", _without_nixl),
-    "error: 127.0.0.1: NVIDIA's driver does not answer": ("no driver", _no_driver),
-    "warning: 127.0.0.1: kv_memory_gib: a replica's KV takes 100000 GiB": (
-        "small memory",
-        lambda path, monkeypatch: {role: {"kv_memory_gib": 100_000} for role in ("prefill", "decode")},
-    ),
-    "warning: 127.0.0.1: a process may open 1024 files": ("few files", _limited(resource.RLIMIT_NOFILE, 1024)),
-    "warning: 127.0.0.1: a process may map 4.0 GiB": ("small space", _limited(resource.RLIMIT_AS, 4 << 30)),
-    "warning: 127.0.0.1: g\\+\\+ is missing": ("no compiler", _no_compiler),
-}
-
-
-@pytest.mark.parametrize("pattern", _PLANTED, ids=[name for name, _ in _PLANTED.values()])
-def test_injected_fault_is_found(pattern: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("pattern", "tree", "plant"),
+    [
+        (
+            "error: 127.0.0.1: kv_disk_path: .*blocks is not a writable directory",
+            {"prefill": {"kv_disk_gib": 1, "kv_disk_path": "blocks"}},
+            None,
+        ),
+        (
+            "error: 127.0.0.1: kv_disk_gib: .*blocks may take 1e\\+06",
+            {"prefill": {"kv_disk_gib": 1_000_000}},
+            None,
+        ),
+        ("error: 127.0.0.1: model .*/no cannot be read", {"model": {"source": "no"}}, None),
+        (
+            "error: 127.0.0.1: model .*/heads cannot be read",
+            {"speculation": {"method": "eagle", "model": "/none/heads"}},
+            None,
+        ),
+        (
+            "error: 127.0.0.1: kv.host_link is nixl, which",
+            {"kv": {"host_link": "nixl"}},
+            lambda path, monkeypatch: monkeypatch.setattr(host_checks, "find_spec", lambda name: None),
+        ),
+        (
+            "error: 127.0.0.1: NVIDIA's driver does not answer",
+            {role: {"resources": {"gpus": 1}} for role in ("prefill", "decode")},
+            lambda path, monkeypatch: monkeypatch.setattr(host_checks, "driver_version", lambda: ("", 0)),
+        ),
+        (
+            "warning: 127.0.0.1: kv_memory_gib: a replica's KV takes 100000 GiB",
+            {role: {"kv_memory_gib": 100_000} for role in ("prefill", "decode")},
+            None,
+        ),
+        ("warning: 127.0.0.1: a process may open 1024 files", {}, _limited(resource.RLIMIT_NOFILE, 1024)),
+        ("warning: 127.0.0.1: a process may map 4.0 GiB", {}, _limited(resource.RLIMIT_AS, 4 << 30)),
+        (
+            "warning: 127.0.0.1: g\\+\\+ is missing",
+            {},
+            lambda path, monkeypatch: monkeypatch.setenv("PATH", str(path)),
+        ),
+    ],
+)
+def test_injected_fault_is_found(
+    pattern: str,
+    tree: dict[str, Any],
+    plant: Callable[[Path, pytest.MonkeyPatch], None] | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     before = _findings({})
-    _, plant = _PLANTED[pattern]
-    [finding] = [one for one in _findings(plant(tmp_path, monkeypatch)) if one not in before and "NCCL" not in one]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "blocks").touch()  # not a directory
+    if plant:
+        plant(tmp_path, monkeypatch)
+    [finding] = [one for one in _findings(tree) if one not in before and "NCCL" not in one]
     assert re.match(pattern, finding)
 
 
-def test_host_without_fitting_pool_is_not_checked_for_it(tmp_path: Path) -> None:
-    tree = {"model": {"source": str(tmp_path / "no")}}
-    assert not [one for one in examine(parse_spec(tree), [replace(_NODE, total={})]).findings if "error" in one]
+def test_model_is_checked_where_a_pool_fits_and_by_either_config(tmp_path: Path) -> None:
+    tree = {"model": {"source": str(tmp_path)}}
 
+    def is_missing(node: Node) -> bool:
+        return any("cannot be read" in one for one in examine(parse_spec(tree), [node]).findings)
 
-@pytest.mark.parametrize("file", ["config.json", "params.json"])
-def test_settings_of_either_format_are_enough(file: str, tmp_path: Path) -> None:
-    (tmp_path / file).touch()
-    findings = _findings({"model": {"source": str(tmp_path)}})
-    assert not [one for one in findings if "cannot be read" in one]
+    assert is_missing(_NODE) and not is_missing(replace(_NODE, total={}))
+    for name in ("config.json", "params.json"):
+        (tmp_path / name).touch()
+        assert not is_missing(_NODE)
+        (tmp_path / name).unlink()
 
 
 def test_first_error_stops_and_all_are_shown(tmp_path: Path) -> None:
@@ -167,9 +169,8 @@ def test_clock_skew_is_reported_beyond_the_limit(time_s: float, begin_s: float, 
 
 
 def test_dry_run_checks_and_starts_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], smollm2_dir: Path
+    state_root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], smollm2_dir: Path
 ) -> None:
-    monkeypatch.setenv("CLUSTER_STATE_DIR", str(tmp_path / "state"))
     for variable in ("RAY_ADDRESS", "CLUSTER_ADDRESS"):
         monkeypatch.delenv(variable, raising=False)
     ports = ["--grpc-port", str(free_port()), "--http-port", str(http := free_port())]

@@ -1,6 +1,7 @@
+"""Start of a local Ray, with scripted output of `ray start`."""
+
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,39 +27,30 @@ class FakeRay:
         return self._returncode
 
 
-@pytest.fixture
-def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeRay], str]:
-    """Return the error of such a Ray's start."""
-
-    def start(ray: FakeRay) -> str:
-        stopped: list[local_ray.LocalRay] = []
-        monkeypatch.setattr(local_ray, "START_S", -1.0)
-        monkeypatch.setattr(local_ray, "stop", stopped.append)
-        monkeypatch.setattr(local_ray.subprocess, "Popen", ray)
-        place = local_ray.LocalRay(str(tmp_path / "ray"), 1)
-        with pytest.raises(DeployError) as caught:
-            local_ray.start(place, log=tmp_path / "ray.log")
-        assert stopped == [place]
-        return str(caught.value)
-
-    return start
-
-
-def test_error_of_an_ended_ray_is_quoted(started: Callable[[FakeRay], str]) -> None:
-    assert "no such option: --colour (full log" in started(FakeRay(b"usage\nno such option: --colour\n", 2))
-
-
 @pytest.mark.parametrize(
-    "ray",
+    ("output", "returncode", "error"),
     [
-        FakeRay(b"INFO scripts.py:1043 -- Local node IP: 127.0.0.1\n", None),
-        FakeRay(b"Traceback:\nException: The current node timed out during startup. This could happen.\n", 1),
+        (b"usage\nno such option: --colour\n", 2, "Ray did not start: no such option: --colour (full log"),
+        (b"INFO scripts.py:1043 -- Local node IP: 127.0.0.1\n", None, "Ray did not start in time; retry when this"),
+        (
+            b"Traceback:\nException: The current node timed out during startup. This could happen.\n",
+            1,
+            "Ray did not start in time; retry when this machine is less busy (log",
+        ),
     ],
+    ids=["its error is quoted", "overloaded machine", "Ray's own deadline"],
 )
-def test_overloaded_machine_is_reported(started: Callable[[FakeRay], str], ray: FakeRay) -> None:
-    message = started(ray)
-    assert "retry when this machine is less busy" in message and "ray.log" in message
-    assert "Local node IP" not in message, "what Ray output last is no reason"
+def test_failed_start_is_explained(
+    output: bytes, returncode: int | None, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped: list[local_ray.LocalRay] = []
+    monkeypatch.setattr(local_ray, "START_S", -1.0)
+    monkeypatch.setattr(local_ray, "stop", stopped.append)
+    monkeypatch.setattr(local_ray.subprocess, "Popen", FakeRay(output, returncode))
+    place = local_ray.LocalRay(str(tmp_path / "ray"), 1)
+    with pytest.raises(DeployError) as caught:
+        local_ray.start(place, log=tmp_path / "ray.log")
+    assert str(caught.value).startswith(error) and "ray.log" in str(caught.value) and stopped == [place]
 
 
 def test_nothing_is_made_before_the_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

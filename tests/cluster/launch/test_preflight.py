@@ -22,115 +22,74 @@ from core.types.errors import DeployError, SpecError
 from tests.core.model.test_config import write, write_no_weights
 from tests.support.members import make_member
 
-
-@pytest.mark.parametrize(
-    ("decode", "error"),
-    [
-        ({"tensor_parallel": 2, "expert_parallel": True, "redundant_experts": 5}, None),
-        (
-            {"tensor_parallel": 2, "expert_parallel": True, "redundant_experts": 6},
-            r"decode\.redundant_experts: 6 are more than the 5 that 2 ranks do not hold",
-        ),
-        ({"tensor_parallel": 12, "expert_parallel": True}, r"decode\.expert_parallel: 5 experts do not fill 12 ranks"),
-        ({"tensor_parallel": 5}, r"decode\.tensor_parallel: 5 does not fit 12 query and 4 KV heads"),
-    ],
-)
-def test_ranks_must_fit_the_model(tmp_path: Path, decode: dict[str, Any], error: str | None) -> None:
-    write(tmp_path, architectures=["MixtralForCausalLM"], num_local_experts=5, num_experts_per_tok=2)
-    write_no_weights(tmp_path)
-    (tmp_path / "tokenizer.json").touch()
-    spec = parse_spec({"model": {"source": str(tmp_path)}, "decode": decode})
-    if error is None:
-        check_model(spec, print)
-    else:
-        with pytest.raises(SpecError, match=error):
-            check_model(spec, print)
-
-
-@pytest.mark.parametrize(
-    ("kv", "error"),
-    [
-        ({"unquantized_layers": [0, -1], "pool_dtype": "int4"}, None),
-        ({"unquantized_layers": [99]}, r"kv\.unquantized_layers: layer 99 is out of range"),
-    ],
-)
-def test_kv_must_fit_the_model(tmp_path: Path, kv: dict[str, Any], error: str | None) -> None:
-    write(tmp_path, architectures=["LlamaForCausalLM"])
-    write_no_weights(tmp_path)
-    (tmp_path / "tokenizer.json").touch()
-    spec = parse_spec({"model": {"source": str(tmp_path)}, "kv": kv})
-    with pytest.raises(SpecError, match=error) if error else nullcontext():
-        check_model(spec, print)
-
-
-@pytest.mark.parametrize(
-    ("tree", "error"),
-    [
-        ({"speculation": {"method": "ngram"}, "decode": {"tensor_parallel": 2}}, None),
-        (
-            {"decode": {"tensor_parallel": 6}},
-            r"decode\.tensor_parallel: 6 does not fit .* and recurrent layers of 16 heads",
-        ),
-    ],
-)
-def test_ranks_must_fit_the_states(tmp_path: Path, tree: dict[str, Any], error: str | None) -> None:
-    write(tmp_path, architectures=["Qwen3_5ForCausalLM"], layer_types=["linear_attention", "full_attention"] * 30)
-    write_no_weights(tmp_path)
-    (tmp_path / "tokenizer.json").touch()
-    spec = parse_spec({"model": {"source": str(tmp_path)}} | tree)
-    with pytest.raises(SpecError, match=error) if error else nullcontext():
-        check_model(spec, print)
-
-
+_EXPERTS = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 5, "num_experts_per_tok": 2}
+_RECURRENT = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "layer_types": ["linear_attention", "full_attention"] * 30,
+}
 _STATES = {"architectures": ["Lfm2ForCausalLM"], "layer_types": ["conv", "full_attention"]}
+
+
+def _whole(num_redundant: int) -> dict[str, Any]:
+    return {"decode": {"tensor_parallel": 2, "expert_parallel": True, "redundant_experts": num_redundant}}
 
 
 @pytest.mark.parametrize(
     ("model", "tree", "error"),
     [
+        (_EXPERTS, _whole(5), None),
+        (_EXPERTS, _whole(6), r"decode\.redundant_experts: 6 are more than the 5 that 2 ranks do not hold"),
+        (
+            _EXPERTS,
+            {"decode": {"tensor_parallel": 12, "expert_parallel": True}},
+            r"decode\.expert_parallel: 5 experts do not fill 12 ranks",
+        ),
+        (
+            _EXPERTS,
+            {"decode": {"tensor_parallel": 5}},
+            r"decode\.tensor_parallel: 5 does not fit 12 query and 4 KV heads",
+        ),
+        ({}, {"kv": {"unquantized_layers": [0, -1], "pool_dtype": "int4"}}, None),
+        ({}, {"kv": {"unquantized_layers": [99]}}, r"kv\.unquantized_layers: layer 99 is out of range"),
+        (_RECURRENT, {"speculation": {"method": "ngram"}, "decode": {"tensor_parallel": 2}}, None),
+        (
+            _RECURRENT,
+            {"decode": {"tensor_parallel": 6}},
+            r"decode\.tensor_parallel: 6 does not fit .* and recurrent layers of 16 heads",
+        ),
         (_STATES, {"prefill": {"kv_host_gib": 1}}, None),
         (_STATES, {"decode": {"kv_disk_gib": 1, "kv_disk_path": "/kv"}}, None),
+        (_STATES, {"speculation": {"method": "suffix"}}, None),
         (_STATES, {"speculation": {"method": "self"}}, r"^speculation\.method: Lfm2ForCausalLM has states, and can"),
         (
             {},
             {"speculation": {"method": "draft", "model": "draft"}},
             r"^speculation\.model: Lfm2ForCausalLM has states",
         ),
-        (_STATES, {"speculation": {"method": "suffix"}}, None),
+        ({}, {"model": {"chat_template": "{% if %}"}}, "no valid Jinja"),
+        ({}, {"model": {"chat_template": "missing.jinja"}}, r"model\.chat_template: .*read"),
     ],
+    ids=str,
 )
-def test_states_allow_lower_tiers_but_no_drafts_of_their_own(
+def test_spec_must_fit_the_model(
     model: dict[str, Any], tree: dict[str, Any], error: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name, changes in (("model", model), ("draft", _STATES)):
+    for name, changes in (("model", {"architectures": ["LlamaForCausalLM"], **model}), ("draft", _STATES)):
         (tmp_path / name).mkdir()
         write(tmp_path / name, **changes)
         write_no_weights(tmp_path / name)
         (tmp_path / name / "tokenizer.json").touch()
     with pytest.raises(SpecError, match=error) if error else nullcontext():
-        check_model(parse_spec({"model": {"source": "model"}, **tree}), print)
-
-
-def test_chat_template_must_exist_and_be_valid(tmp_path: Path) -> None:
-    write(tmp_path, architectures=["LlamaForCausalLM"])
-    write_no_weights(tmp_path)
-    (tmp_path / "tokenizer.json").touch()
-    for given, error in (
-        ("{% if %}", "no valid Jinja"),
-        (str(tmp_path / "missing.jinja"), r"model\.chat_template: .*read"),
-    ):
-        with pytest.raises(SpecError, match=error):
-            check_model(parse_spec({"model": {"source": str(tmp_path), "chat_template": given}}), print)
+        check_model(parse_spec({**tree, "model": {"source": "model", **tree.get("model", {})}}), print)
 
 
 def test_unreachable_redis_is_named_without_password(redis_url: str) -> None:
     check_index("embedded")
     check_index(redis_url)
     port = free_port()
-    with pytest.raises(
-        DeployError, match=rf"^index: no Redis answers at redis://127.0.0.1:{port}/2: .*refused"
-    ) as raised:
+    error = rf"^index: no Redis answers at redis://127.0.0.1:{port}/2: .*refused"
+    with pytest.raises(DeployError, match=error) as raised:
         check_index(f"redis://user:s3cret@127.0.0.1:{port}/2?password=s3cret")
     assert "s3cret" not in str(raised.value)
 

@@ -12,8 +12,8 @@ import pytest
 
 from cluster.launch import router_admin
 from cluster.launch.router_admin import AdminAnswer, ask_at, ask_here, await_seen, seen_by
-from cluster.launch.state import State
 from core.types.errors import DeployError
+from tests.cluster.deployments import make_state
 from tests.support.waiting import WITHIN_S
 
 Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]
@@ -110,10 +110,9 @@ async def test_commands_ignore_foreign_listeners(monkeypatch: pytest.MonkeyPatch
     router = replace(pending_peer, body=health())
     assert seen_by([pending_peer]) is None
     assert seen_by([pending_peer, router]) == seen_by([router]) == {"prefill": 1, "decode": 1}
-    state = State(name="d", ray_address="", local_ray=None, grpc="", http="", admin=("a:1",), deploying=None)
     monkeypatch.setattr("cluster.launch.router_admin.ask_routers", lambda state, path: [pending_peer])
     with pytest.raises(DeployError, match="no router answers"):
-        await_seen(state, {"decode": 1}, within_s=0.0)
+        await_seen(make_state("d", admin=("a:1",)), {"decode": 1}, within_s=0.0)
     async with listening(replies(b"not JSON")) as address:
         [answer] = await asyncio.to_thread(ask_at, f"http://{address}", "/debug/routes/r1")
     assert answer.json() == {}

@@ -7,7 +7,7 @@ import os
 import socket
 import subprocess
 import sys
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,30 +15,21 @@ import pytest
 from cluster.launch import state
 from cluster.launch.local_ray import LocalRay
 from cluster.launch.preflight import check_is_free, check_ports
-from cluster.launch.state import Command, State
+from cluster.launch.state import Command
 from core.process import processes
 from core.process.ports import free_port
 from core.spec.schema import RouterSpec
 from core.types.errors import DeployError, NotDeployed, SpecError
+from tests.cluster.deployments import save_state
 from tests.support.disks import fill_disk
 
-
-@pytest.fixture(autouse=True)
-def state_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("CLUSTER_STATE_DIR", str(tmp_path))
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("state_root")
 
 
-def deployed(name: str, **changes: object) -> State:
-    up = State(
-        name=name,
-        ray_address="10.0.0.1:6379",
-        local_ray=None,
-        grpc="127.0.0.1:50051",
-        http="http://127.0.0.1:8000",
-        deploying=None,
-    )
-    return replace(up, **changes)
+@pytest.fixture
+def file(state_root: Path) -> Path:
+    """State file of deployment `a`."""
+    return state_root / "a" / "state.json"
 
 
 def dead_command() -> Command:
@@ -48,29 +39,21 @@ def dead_command() -> Command:
     return command
 
 
-def test_round_trip() -> None:
-    saved = deployed("a", local_ray=LocalRay("/tmp/x", 20_123), deploying=Command.current())
-    state.save(saved)
+def test_round_trip_ignores_unknown_fields(file: Path) -> None:
+    saved = save_state(local_ray=LocalRay("/tmp/x", 20_123), deploying=Command.current())
     assert state.load("a") == saved == state.find(None) == state.find("a")
-    state.forget("a")
-    assert state.load("a") is None
-
-
-def test_unknown_fields_are_ignored() -> None:
-    saved = deployed("a", local_ray=LocalRay("/tmp/x", 20_123), deploying=Command.current())
-    state.save(saved)
-    file = state.state_dir("a") / "state.json"
     tree = json.loads(file.read_text())
     for level in (tree, tree["local_ray"], tree["deploying"]):
         level["of a newer version"] = {"a": [1]}
     file.write_text(json.dumps(tree))
     assert state.load("a") == saved
+    state.forget("a")
+    assert state.load("a") is None
 
 
 @pytest.mark.parametrize("left", ["", '{"name": "a", ', "[]", "{}", '{"local_ray": null, "deploying": null}'])
-def test_truncated_file_is_an_error(left: str) -> None:
-    state.save(deployed("a"))
-    file = state.state_dir("a") / "state.json"
+def test_truncated_file_is_an_error(left: str, file: Path) -> None:
+    save_state()
     file.write_text(left)
     for ask in (lambda: state.find(None), lambda: state.load("a"), lambda: check_is_free("a", print)):
         with pytest.raises(DeployError, match=f"{file}: not a state file of `cluster deploy`; check that nothing of a"):
@@ -80,14 +63,14 @@ def test_truncated_file_is_an_error(left: str) -> None:
 
 
 def test_failed_save_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    state.save(deployed("a"))
+    saved = save_state()
     fill_disk(monkeypatch)
     with pytest.raises(DeployError, match=r"state\.json: No space left on device"):
-        state.save(deployed("a", grpc="elsewhere"))
-    assert state.load("a") == deployed("a")
+        save_state(grpc="elsewhere")
+    assert state.load("a") == saved
 
 
-def test_name_is_reserved_once(state_root: Path) -> None:
+def test_name_is_reserved_once(state_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with state.reserve("a"), state.reserve("b"):
         with pytest.raises(DeployError, match="a is being deployed by another command"), state.reserve("a"):
             pass
@@ -95,11 +78,8 @@ def test_name_is_reserved_once(state_root: Path) -> None:
         assert state.deployed_names() == []
     assert list(state_root.iterdir()) == []
 
-
-def test_deleted_lock_file_does_not_reserve(state_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The holder removes its lock; a process that opened it before locks a deleted file."""
-
     def flock(lock: object, operation: int) -> None:
+        """The holder removes its lock; a process that opened it before locks a deleted file."""
         (state_root / "a.lock").unlink()
         (state_root / "a.lock").touch()
 
@@ -108,56 +88,49 @@ def test_deleted_lock_file_does_not_reserve(state_root: Path, monkeypatch: pytes
         pass
 
 
-def test_unwritable_directory_reserves_nothing(state_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (state_root / "file").touch()
-    monkeypatch.setenv("CLUSTER_STATE_DIR", str(state_root / "file"))
+def test_state_directory_is_writable_and_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("CLUSTER_STATE_DIR", str(tmp_path / "file"))
     with pytest.raises(DeployError, match=r"a\.lock: File exists"), state.reserve("a"):
         pass
-
-
-def test_state_directory_is_absolute(state_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    for messages, meant in (("kept", tmp_path / "kept"), ("~/kept", tmp_path / "home" / "kept")):
-        monkeypatch.setenv("CLUSTER_STATE_DIR", messages)
+    for given, meant in (("kept", tmp_path / "kept"), ("~/kept", tmp_path / "home" / "kept")):
+        monkeypatch.setenv("CLUSTER_STATE_DIR", given)
         assert state.log_dir("a") == meant / "a" / "logs"
 
 
 def test_one_of_several_must_be_chosen() -> None:
     with pytest.raises(NotDeployed, match="nothing is deployed"):
         state.find(None)
-    state.save(deployed("a"))
-    state.save(deployed("b"))
+    save_state("a")
+    save_state("b")
     with pytest.raises(SpecError, match="several deployments are up: a, b; choose one with --name"):
         state.find(None)
     with pytest.raises(NotDeployed, match="c is not deployed"):
         state.find("c")
 
 
-def test_interrupted_deploy_is_detected() -> None:
-    assert not deployed("a", deploying=Command.current()).is_interrupted
-    assert deployed("a", deploying=dead_command()).is_interrupted
-    # Our pid with another start time.
-    reused = Command(os.getpid(), 1)
-    assert deployed("a", deploying=reused).is_interrupted
-
-
-def test_taken_name_is_rejected() -> None:
-    state.save(deployed("a"))
-    with pytest.raises(DeployError, match="a is deployed already; `cluster scale` resizes it"):
-        check_is_free("a", print)
-    state.save(deployed("a", deploying=Command.current()))
-    with pytest.raises(DeployError, match="a is being deployed"):
-        check_is_free("a", print)
-    state.save(deployed("a", deploying=dead_command()))
-    with pytest.raises(DeployError, match=r"was interrupted on Ray at 10.0.0.1:6379; run `cluster down` first"):
+@pytest.mark.parametrize(
+    ("command", "is_interrupted", "error"),
+    [
+        (lambda: None, False, "a is deployed already; `cluster scale` resizes it"),
+        (Command.current, False, "a is being deployed"),
+        (dead_command, True, r"was interrupted on Ray at 10.0.0.1:6379; run `cluster down` first"),
+        (lambda: Command(os.getpid(), 1), True, "was interrupted"),
+    ],
+    ids=["deployed", "deploying", "dead", "another process with the same pid"],
+)
+def test_taken_name_is_rejected(command: Callable[[], Command | None], is_interrupted: bool, error: str) -> None:
+    assert save_state(deploying=command()).is_interrupted is is_interrupted
+    with pytest.raises(DeployError, match=error):
         check_is_free("a", print)
 
 
 def test_leftovers_of_a_killed_command_are_removed(tmp_path: Path) -> None:
     local = LocalRay(str(tmp_path / "ray"), free_port())
     left = subprocess.Popen(["sleep", "60"], env={"XPYD_LOCAL_RAY": local.temp_dir}, start_new_session=True)
-    state.save(deployed("a", local_ray=local, deploying=dead_command()))
+    save_state(local_ray=local, deploying=dead_command())
     messages: list[str] = []
     check_is_free("a", messages.append)
     assert left.wait(5) < 0
@@ -167,9 +140,8 @@ def test_leftovers_of_a_killed_command_are_removed(tmp_path: Path) -> None:
 def test_used_ports_are_found_before_start() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         http = taken.getsockname()[1]
-        with pytest.raises(
-            DeployError, match=f"HTTP port {http} on 127.0.0.1 is in use; choose another with --http-port"
-        ):
+        error = f"HTTP port {http} on 127.0.0.1 is in use; choose another with --http-port"
+        with pytest.raises(DeployError, match=error):
             check_ports(RouterSpec(grpc_port=free_port(), http_port=http), "127.0.0.1")
     with pytest.raises(SpecError, match=r"router.http_port: 7000 equals router.grpc_port"):
         check_ports(RouterSpec(grpc_port=7000, http_port=7000), "127.0.0.1")

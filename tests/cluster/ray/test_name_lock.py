@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -12,17 +13,22 @@ import ray
 from cluster.control.gang import find_replicas
 from cluster.launch import deployment as deploying
 from cluster.launch import driver
-from cluster.launch.state import State
 from cluster.ray import name_lock
 from cluster.ray.name_lock import NameLock
 from core.types.errors import DeployError, NotDeployed
-from tests.cluster.control.conftest import Deployment
+from tests.cluster.control.deploying import SMALL, Deployment
+from tests.cluster.deployments import make_state
 
-_SMALL = {"prefill": {"replicas": 1}, "decode": {"replicas": 1}}
+pytestmark = pytest.mark.filterwarnings("ignore")  # Serve's own pydantic warnings
 
 
-def _state(name: str, address: str, lock: str) -> State:
-    return State(name=name, claim=lock, ray_address=address, local_ray=None, grpc="", http="", deploying=None)
+@pytest.fixture
+def remote(state_root: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """cluster.launch.remote in a process that stays connected to Ray."""
+    from cluster.launch import remote
+
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    return remote
 
 
 def test_one_of_many_concurrent_deploys_gets_the_lock(three_nodes: str) -> None:
@@ -45,22 +51,15 @@ def test_one_of_many_concurrent_deploys_gets_the_lock(three_nodes: str) -> None:
     assert name_lock.find(name) is None and name not in name_lock.claimed()
 
 
-@pytest.mark.filterwarnings("ignore")  # Serve's own pydantic warnings
-def test_stale_state_does_not_take_down_another_deployment(
-    three_nodes: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_stale_state_does_not_take_down_another_deployment(three_nodes: str, remote: Any, tmp_path: Path) -> None:
     """This machine's state is stale: its deployment ended with its Ray, and another one has the name since."""
-    from cluster.launch import remote
-
-    monkeypatch.setenv("CLUSTER_STATE_DIR", str(tmp_path))
-    monkeypatch.setattr(ray, "shutdown", lambda: None)  # keep this process connected
-    deployment, lock = Deployment(tmp_path / "logs", _SMALL), NameLock.new("ann")
+    deployment, lock = Deployment(tmp_path / "logs", SMALL), NameLock.new("ann")
     name_lock.take(deployment.name, lock)
     deployment.until_ready()
     # Empty: written by a version without locks.
     for stale in ("0123456789abcdef", ""):
         for force in (False, True):
-            state = _state(deployment.name, three_nodes, stale)
+            state = make_state(deployment.name, ray_address=three_nodes, claim=stale)
             assert deploying.take_down(state, force=force) == lock
     assert len(find_replicas(deployment.name)) == 2 and deployment.call("status")
     found = remote.find_any(three_nodes, deployment.name)
@@ -69,14 +68,7 @@ def test_stale_state_does_not_take_down_another_deployment(
     assert name_lock.find(deployment.name) is None
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_interrupted_deployment_is_removed_from_any_machine(
-    three_nodes: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    from cluster.launch import remote
-
-    monkeypatch.setenv("CLUSTER_STATE_DIR", str(tmp_path))
-    monkeypatch.setattr(ray, "shutdown", lambda: None)
+def test_interrupted_deployment_is_removed_from_any_machine(three_nodes: str, remote: Any) -> None:
     name = f"t{uuid.uuid4().hex[:8]}"
     name_lock.take(name, NameLock.new("ann"))
     with pytest.raises(DeployError, match=f"{name}: no controller on Ray at .* removes what is left of it"):

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from cluster.rollout.spec_diff import updated
 from cluster.rollout.update import UpdateOptions
+from core.spec.loader import parse_spec
 from core.types.errors import SpecError
-from tests.cluster.control.conftest import Deployment, ids
+from tests.cluster.control.deploying import SMALL, Deploy, Deployment, ids
 from tests.support.waiting import until
-
-Deploy = Callable[..., Deployment]
-SMALL = {"prefill": {"replicas": 1}, "decode": {"replicas": 1}}
 
 
 def update(deployment: Deployment, named: dict[str, Any], **options: Any) -> bool:
-    from cluster.rollout.spec_diff import updated
-    from core.spec.loader import parse_spec
-
     old = parse_spec(deployment.call("status")["spec"])
     new = updated(old, named, is_whole=False).model_dump(mode="json")
     is_begun: bool = deployment.call("update", new, UpdateOptions(**options))
@@ -71,7 +66,6 @@ def test_failing_revision_is_rolled_back(deploy: Deploy) -> None:
     assert deployment.call("status")["spec"]["engine"]["cuda_graphs"] == "auto"
 
 
-@pytest.mark.slow
 def test_operator_aborts_a_canary(deploy: Deploy) -> None:
     deployment = deploy(SMALL)
     deployment.until_ready()
@@ -84,7 +78,6 @@ def test_operator_aborts_a_canary(deploy: Deploy) -> None:
     assert until_over(deployment) == "revision 2 was rolled back: aborted by an operator"
 
 
-@pytest.mark.slow
 def test_live_change_replaces_nothing(deploy: Deploy) -> None:
     deployment = deploy(SMALL)
     before = deployment.until_ready()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from random import Random
 
@@ -16,34 +17,23 @@ OLD, NEW = 0, 1
 
 
 @dataclass
-class _Replica:
-    state: str = "pending"  # pending, starting, ready, draining
-
-
-@dataclass
 class _World:
-    """Replicas of two revisions on nodes with a limited number of places per role."""
+    """States of the replicas of two revisions, on nodes with a limited number of places per role."""
 
     targets: dict[Role, tuple[int, int]]  # old, new
     places: dict[Role, int]
     random: Random
-    replicas: dict[tuple[Role, int], list[_Replica]] = field(default_factory=dict)
+    replicas: dict[tuple[Role, int], list[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for role, (old, _) in self.targets.items():
-            self.replicas[role, OLD] = [_Replica("ready") for _ in range(old)]
-            self.replicas[role, NEW] = []
+            self.replicas |= {(role, OLD): ["ready"] * old, (role, NEW): []}
 
     def count_of(self, role: Role, revision: int) -> ReplicaCount:
-        counts = dict.fromkeys(("ready", "starting", "pending", "draining"), 0)
-        for replica in self.replicas[role, revision]:
-            counts[replica.state] += 1
-        return ReplicaCount(**counts)
+        return ReplicaCount(**Counter(self.replicas[role, revision]))
 
-    def room(self, role: Role) -> int:
-        taken = sum(len(self.replicas[role, revision]) for revision in (OLD, NEW))
-        # Pending replicas count, too.
-        return max(0, self.places[role] - taken)
+    def all_of(self, role: Role) -> list[str]:
+        return self.replicas[role, OLD] + self.replicas[role, NEW]
 
     def views(self, *, is_back: bool = False) -> dict[Role, RoleView]:
         leaving, candidate = (NEW, OLD) if is_back else (OLD, NEW)
@@ -53,7 +43,8 @@ class _World:
                 candidate=self.count_of(role, candidate),
                 leaving_target=targets[leaving],
                 candidate_target=targets[candidate],
-                room=self.room(role),
+                # Pending replicas count, too.
+                room=max(0, self.places[role] - len(self.all_of(role))),
             )
             for role, targets in self.targets.items()
         }
@@ -71,37 +62,29 @@ class _World:
         there = self.replicas[role, revision]
         if not there:
             return
-        replica = self.random.choice(there)
-        placed = sum(one.state != "pending" for each in (OLD, NEW) for one in self.replicas[role, each])
-        if replica.state == "pending" and placed < self.places[role]:
-            replica.state = "starting"
-        elif replica.state == "starting":
-            replica.state = "ready"
-        elif replica.state == "draining":
-            there.remove(replica)
+        number = self.random.randrange(len(there))
+        num_placed = sum(state != "pending" for state in self.all_of(role))
+        if there[number] == "pending" and num_placed < self.places[role]:
+            there[number] = "starting"
+        elif there[number] == "starting":
+            there[number] = "ready"
+        elif there[number] == "draining":
+            del there[number]
 
     def is_whole(self) -> bool:
         return any(
-            all(
-                self.count_of(role, revision).ready >= min(1, targets[revision])
-                for role, targets in self.targets.items()
-            )
-            for revision in (OLD, NEW)
+            all(self.count_of(role, each).ready >= min(1, targets[each]) for role, targets in self.targets.items())
+            for each in (OLD, NEW)
         )
-
-    def num(self, role: Role) -> int:
-        return sum(len(self.replicas[role, revision]) for revision in (OLD, NEW))
 
     def _set(self, role: Role, revision: int, count: int) -> None:
         there = self.replicas[role, revision]
         order = ["pending", "starting", "ready"]
-        staying = sorted((one for one in there if one.state != "draining"), key=lambda one: order.index(one.state))
-        for replica in staying[: max(0, len(staying) - count)]:
-            if replica.state == "ready":
-                replica.state = "draining"
-            else:
-                there.remove(replica)
-        there += [_Replica() for _ in range(count - len(staying))]
+        staying = sorted((state for state in there if state != "draining"), key=order.index)
+        surplus = max(0, len(staying) - count)
+        draining = there.count("draining") + staying[:surplus].count("ready")
+        missing = count - len(staying)
+        self.replicas[role, revision] = ["draining"] * draining + staying[surplus:] + ["pending"] * missing
 
 
 _SIZES = st.integers(1, 5)
@@ -130,7 +113,7 @@ def test_a_complete_revision_serves_at_each_step_until_the_end(
         assert world.is_whole(), world
         world.happen()
         assert world.is_whole(), world
-        assert all(world.num(role) <= most[role] for role in Role), world
+        assert all(len(world.all_of(role)) <= most[role] for role in Role), world
 
     for _ in range(num_rolled):
         step(is_trial=is_trial)
@@ -142,44 +125,41 @@ def test_a_complete_revision_serves_at_each_step_until_the_end(
         assert is_at_end(world.views(is_back=is_back)), world
 
 
-def test_with_room_new_replicas_start_first() -> None:
-    world = _World({role: (4, 4) for role in Role}, dict.fromkeys(Role, 8), Random(0))
+@pytest.mark.parametrize(
+    ("size", "places", "ready", "draining", "pending"),
+    [(4, 8, 4, 0, 1), (2, 2, 1, 1, 0), (1, 1, 1, 0, 0)],
+    ids=["with room new replicas start first", "without room an old one leaves", "but not the last"],
+)
+def test_first_step(size: int, places: int, ready: int, draining: int, pending: int) -> None:
+    world = _World({role: (size, size) for role in Role}, dict.fromkeys(Role, places), Random(0))
     world.carry_out()
-    assert all((world.count_of(role, OLD).ready, world.count_of(role, NEW).pending) == (4, 1) for role in Role)
+    for role in Role:
+        old, new = world.count_of(role, OLD), world.count_of(role, NEW)
+        assert (old.ready, old.draining, new.pending) == (ready, draining, pending)
 
 
-def test_without_room_an_old_replica_leaves_but_not_the_last() -> None:
-    two = _World({role: (2, 2) for role in Role}, dict.fromkeys(Role, 2), Random(0))
-    two.carry_out()
-    assert all((two.count_of(role, OLD).ready, two.count_of(role, OLD).draining) == (1, 1) for role in Role)
-    one = _World({role: (1, 1) for role in Role}, dict.fromkeys(Role, 1), Random(0))
-    one.carry_out()
-    assert all(one.count_of(role, OLD).ready == 1 for role in Role)
-
-
-def test_canary_keeps_old_replicas() -> None:
-    views = {
-        role: RoleView(
-            leaving=ReplicaCount(ready=4), candidate=ReplicaCount(ready=1), leaving_target=4, candidate_target=1, room=3
-        )
-        for role in Role
-    }
-    assert all((one.leaving, one.candidate) == (4, 1) for one in next_step(views, is_trial=True).values())
-    assert all((one.leaving, one.candidate) == (0, 1) for one in next_step(views).values())
-
-
-def test_failed_old_replica_is_replaced_by_its_revision() -> None:
-    views = {
-        role: RoleView(
-            leaving=ReplicaCount(ready=2),
-            candidate=ReplicaCount(starting=1),
-            leaving_target=4,
-            candidate_target=4,
-            room=0,
-        )
-        for role in Role
-    }
-    assert all(one.leaving == 3 for one in next_step(views).values())
+@pytest.mark.parametrize(
+    ("leaving", "candidate", "candidate_target", "room", "is_trial", "sizes"),
+    [
+        (ReplicaCount(ready=4), ReplicaCount(ready=1), 1, 3, True, (4, 1)),
+        (ReplicaCount(ready=4), ReplicaCount(ready=1), 1, 3, False, (0, 1)),
+        (ReplicaCount(ready=2), ReplicaCount(starting=1), 4, 0, False, (3, 1)),
+    ],
+    ids=["canary keeps old replicas", "candidate replaces them", "failed old replica is replaced by its revision"],
+)
+def test_step_between_two_revisions(
+    leaving: ReplicaCount,
+    candidate: ReplicaCount,
+    candidate_target: int,
+    room: int,
+    is_trial: bool,
+    sizes: tuple[int, int],
+) -> None:
+    view = RoleView(
+        leaving=leaving, candidate=candidate, leaving_target=4, candidate_target=candidate_target, room=room
+    )
+    step = next_step(dict.fromkeys(Role, view), is_trial=is_trial)
+    assert {(one.leaving, one.candidate) for one in step.values()} == {sizes}
 
 
 @pytest.mark.parametrize("replicas", [1, 3, 4, 16])

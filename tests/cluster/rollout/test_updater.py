@@ -3,57 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from cluster.control.desired_state import Desired
-from cluster.control.pool import RolePools
+from cluster.control.pool import ReplicaPool
 from cluster.rollout.update import Phase, UpdateOptions
 from cluster.rollout.updater import Updater
-from core.identity.deployment_secrets import DeploymentSecrets
 from core.spec.loader import parse_spec
-from core.spec.schema import Spec
 from core.types.errors import SpecError
-from core.types.launch import Launch
 from core.types.request import Role
-from core.types.revisions import RevisionCounts, RevisionTable
+from tests.cluster.deployments import make_desired
 
 OPTIONS = UpdateOptions(waits_for_nodes=True)
-
-
-class FakeReporter:
-    """Reporter without receivers."""
-
-    counts: Mapping[int, RevisionCounts] = {}
-
-    def begin(self) -> None:
-        pass
-
-    def tell(self, table: RevisionTable) -> None:
-        pass
+GRAPHS_OFF = {"engine": {"cuda_graphs": "off"}}
 
 
 def updater() -> Updater:
-    pools = {role: RolePools(role, changed=lambda: None) for role in Role}
-    return Updater(pools, reporter=FakeReporter(), save=lambda: None)  # type: ignore[arg-type]
-
-
-def deployed(**sections: object) -> Desired:
-    launch = Launch(
-        spec=make_spec(**sections), log_dir="/logs", credentials=DeploymentSecrets.new(index_url="redis://h")
-    )
-    return Desired(launch=launch)
-
-
-def make_spec(**sections: object) -> Spec:
-    return parse_spec({"name": "kept", **sections})
+    reporter: Any = SimpleNamespace(counts={}, begin=lambda: None, tell=lambda table: None)
+    pools = {role: ReplicaPool(role, changed=lambda: None) for role in Role}
+    return Updater(pools, reporter=reporter, save=lambda: None)
 
 
 def test_repeated_update_is_idempotent_until_rolled_back() -> None:
     """Ray repeats calls after a crash; an operator who aborts and starts again wants another update."""
-    here, desired, spec = updater(), deployed(), make_spec(engine={"cuda_graphs": "off"})
+    here, desired, spec = updater(), make_desired(), parse_spec(GRAPHS_OFF)
     assert here.begin(desired, spec, OPTIONS)
     assert here.begin(desired, spec, OPTIONS) == []
     here.abort(desired, "aborted by an operator")
@@ -64,17 +39,17 @@ def test_repeated_update_is_idempotent_until_rolled_back() -> None:
 
 def test_update_does_not_undo_unseen_scaling() -> None:
     """Seconds pass between reading the spec and sending the update, and an autoscaler may act."""
-    here, desired, seen = updater(), deployed(), make_spec()
+    here, desired, seen = updater(), make_desired(), parse_spec({})
     desired.scale(Role.DECODE, 3)
-    for spec in (make_spec(engine={"cuda_graphs": "off"}), make_spec(timeouts={"drain_s": 7})):
+    for spec in (parse_spec(GRAPHS_OFF), parse_spec({"timeouts": {"drain_s": 7}})):
         with pytest.raises(
             SpecError, match=r"was changed in the meantime \(decode.replicas: 1 -> 3\): run `cluster update` again"
         ):
             here.begin(desired, spec, OPTIONS, seen=seen)
     assert desired.update is None and desired.spec.decode.replicas == 3
-    live = make_spec(timeouts={"drain_s": 7}, decode={"replicas": 3})
+    live = parse_spec({"timeouts": {"drain_s": 7}, "decode": {"replicas": 3}})
     assert here.begin(desired, live, OPTIONS, seen=desired.spec)
-    assert here.begin(desired, live, OPTIONS, seen=make_spec()) == [], "Ray repeats the call"
+    assert here.begin(desired, live, OPTIONS, seen=seen) == [], "Ray repeats the call"
 
 
 @pytest.mark.parametrize(
@@ -86,8 +61,8 @@ def test_invalid_limits_are_rejected(options: dict[str, Any]) -> None:
 
 
 def test_autoscaler_turned_off_during_update_stays_off() -> None:
-    rules = {"max_devices": 4}
-    desired = deployed(autoscale=rules)
-    updater().begin(desired, make_spec(autoscale=rules, engine={"cuda_graphs": "off"}), OPTIONS)
+    rules = {"autoscale": {"max_devices": 4}}
+    desired = make_desired(rules)
+    updater().begin(desired, parse_spec(rules | GRAPHS_OFF), OPTIONS)
     desired.set_autoscale(None)
     assert desired.update and desired.spec.autoscale is desired.update.spec.autoscale is None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.bench.replay import TracePrompts
+from cluster.bench.replay import prompt_of
 from core.trace.trace import TraceRequest, poisson, read_trace
 from core.types.errors import SpecError
 
@@ -75,7 +75,7 @@ def test_random_arrivals_have_the_requested_rate() -> None:
 def test_prompts_are_equal_for_equal_ids_only() -> None:
     def tokens(number: int, ids: tuple[int, ...] | None, *, seed: int = 0) -> list[int]:
         request = TraceRequest(number=number, arrival_s=0, num_tokens=50, num_output=1, ids=ids, tokens_per_id=32)
-        return TracePrompts(seed=seed).of(request)
+        return prompt_of(request, seed=seed)
 
     assert tokens(0, (1, 2)) == tokens(1, (1, 2)) and len(tokens(0, (1, 2))) == 50
     assert tokens(0, (1, 2))[:32] == tokens(0, (1, 3))[:32] and tokens(0, (1, 2))[32:] != tokens(0, (1, 3))[32:]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cluster.bench.learned_rates import learned_rates
+from cluster.cli.planning.profile import learned_rates
 from core.rpc.worker_pb2 import Drafted, Status, StepTiming, Totals
 from core.trace.trace import TraceRequest, poisson
 from core.types.errors import ClusterError

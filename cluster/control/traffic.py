@@ -1,8 +1,8 @@
-"""Capture of live traffic (hashes, lengths, times) to a file for `cluster bench`, `simulate`, `plan` and `autoscale
-replay`.
+"""Traffic of the last minutes, as reported by the routers, and its capture to a file.
 
-Block hashes are hashed again with a salt that is never stored. So captures cannot be compared with each other, and not
-even the deployment can test whether a prompt is among the captured ones.
+A capture holds hashes, lengths and times, for `cluster bench`, `simulate`, `plan` and `autoscale replay`. Block hashes
+are hashed again with a salt that is never stored. So captures cannot be compared with each other, and not even the
+deployment can test whether a prompt is among the captured ones.
 """
 
 from __future__ import annotations
@@ -12,20 +12,93 @@ import json
 import logging
 import os
 import secrets
+from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
 from time import monotonic
 from typing import TypedDict
 
-from cluster.control.traffic_log import TrafficLog
-from core.trace.traffic import SeenRequest
+from core.trace.traffic import KEPT_S, ReplicaReport, SeenRequest, TrafficReport
 from core.types.errors import SpecError
 
 logger = logging.getLogger(__name__)
 
-MAX_BYTES = 256 * 2**20
-# JSON readers represent such integers exactly.
+_MAX_REQUESTS = 100_000
+_MAX_IDS = 4_000_000
+# Age limit of a router's report about replicas.
+_FRESH_S = 30.0
+# Of a captured hash: JSON readers represent such integers exactly.
 _ID_BYTES = 6
+
+
+class TrafficLog:
+    """Bounded log of recent requests, on the controller's event loop.
+
+    A restarted controller has a new `life`, on which routers resend all that they remember.
+    """
+
+    def __init__(self, *, now: Callable[[], float] = monotonic) -> None:
+        self.life = secrets.token_hex(8)
+        # Called once for each finished request.
+        self.ended: Callable[[SeenRequest], None] = lambda seen: None
+        self._now = now
+        self._requests: dict[tuple[str, int], SeenRequest] = {}
+        self._num_ids = 0
+        # Last report of each router, with its time of arrival.
+        self._reports: dict[str, tuple[float, TrafficReport]] = {}
+
+    def note(self, report: TrafficReport) -> str:
+        """Merge a router's report. Returns our `life`."""
+        now = self._now()
+        for number, seen in {**report.arrived, **report.changed}.items():
+            key = (report.router, number)
+            seen.arrival_s = now - seen.arrival_s
+            before = self._requests.get(key)
+            if before is None:
+                self._num_ids += len(seen.ids or ())
+            else:
+                # A repeated report may arrive a little later; keep the first time.
+                seen.arrival_s = before.arrival_s
+            self._requests[key] = seen
+            if seen.is_over and not (before and before.is_over):
+                self.ended(seen)
+        self._reports[report.router] = (now, report)
+        self._forget(now)
+        return self.life
+
+    def recent(self) -> list[SeenRequest]:
+        """Return requests in order of arrival, by time.monotonic() of this process."""
+        self._forget(self._now())
+        return sorted(self._requests.values(), key=lambda seen: seen.arrival_s)
+
+    @property
+    def replicas(self) -> list[ReplicaReport]:
+        """Replicas as seen by the router that reported last."""
+        fresh = self._fresh()
+        return list(fresh[-1].replicas) if fresh else []
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(report.num_waiting for report in self._fresh())
+
+    def _fresh(self) -> list[TrafficReport]:
+        now = self._now()
+        reports = sorted(self._reports.values(), key=lambda one: one[0])
+        return [report for when, report in reports if now - when <= _FRESH_S]
+
+    def _forget(self, now: float) -> None:
+        is_full = len(self._requests) > _MAX_REQUESTS or self._num_ids > _MAX_IDS
+        oldest = min((seen.arrival_s for seen in self._requests.values()), default=now)
+        if not is_full and now - oldest <= KEPT_S:
+            return
+        in_order = sorted(self._requests.items(), key=lambda item: item[1].arrival_s)
+        for key, first in in_order:
+            is_full = len(self._requests) > _MAX_REQUESTS or self._num_ids > _MAX_IDS
+            if not is_full and now - first.arrival_s <= KEPT_S:
+                break
+            del self._requests[key]
+            self._num_ids -= len(first.ids or ())
+        self._reports = {router: one for router, one in self._reports.items() if now - one[0] <= KEPT_S}
 
 
 class CaptureReport(TypedDict):
@@ -39,7 +112,7 @@ class CaptureReport(TypedDict):
 class TrafficCapture:
     """One capture, written to a new file with mode 0600, on the controller's event loop."""
 
-    def __init__(self, path: Path, *, begin_s: float, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(self, path: Path, *, begin_s: float, max_bytes: int = 256 * 2**20) -> None:
         """begin_s: start of the capture, on the clock of SeenRequest.arrival_s; earlier requests are left out."""
         self.path = path
         self._begin_s = begin_s

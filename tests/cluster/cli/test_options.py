@@ -6,17 +6,17 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from cluster.cli.planning import model_options
+from cluster.cli import options
 from core.spec.schema import KVSpec, ModelSpec
 
 
 @pytest.mark.parametrize(
     ("option", "section", "field"),
     [
-        (model_options.ModelDType, ModelSpec, "dtype"),
-        (model_options.ModelWeights, ModelSpec, "weights"),
-        (model_options.PoolDType, KVSpec, "pool_dtype"),
-        (model_options.WireDType, KVSpec, "wire_dtype"),
+        (options.ModelDType, ModelSpec, "dtype"),
+        (options.ModelWeights, ModelSpec, "weights"),
+        (options.PoolDType, KVSpec, "pool_dtype"),
+        (options.WireDType, KVSpec, "wire_dtype"),
     ],
 )
 def test_option_accepts_the_values_of_the_spec(option: Any, section: Any, field: str) -> None:
@@ -26,6 +26,6 @@ def test_option_accepts_the_values_of_the_spec(option: Any, section: Any, field:
 
 def test_defaults_match_the_spec() -> None:
     spec = ModelSpec()
-    defaults = (model_options.DEFAULT_MODEL, model_options.DEFAULT_DTYPE, model_options.DEFAULT_WEIGHTS)
+    defaults = (options.DEFAULT_MODEL, options.DEFAULT_DTYPE, options.DEFAULT_WEIGHTS)
     assert defaults == (spec.source, spec.dtype, spec.weights)
-    assert KVSpec().host_link == model_options.DEFAULT_HOST_LINK
+    assert KVSpec().host_link == options.DEFAULT_HOST_LINK

@@ -1,10 +1,14 @@
-"""`cluster top` with the views of several routers."""
+"""Output of `cluster top` and `cluster explain` for the views of several routers."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
+from cluster.cli import trace
 from cluster.cli.top import plain
+from tests.cluster.cli.command import CommandInProcess
 
 
 def _view(router: str, *, state: str = "ready", request: str = "r-1") -> dict[str, Any]:
@@ -46,3 +50,22 @@ def test_replica_lost_by_one_router_is_lost() -> None:
 def test_client_text_is_stripped_of_control_codes() -> None:
     text = plain([_view("a", request="\x1b]0;owned\x07r")])
     assert "\x1b" not in text and "\x07" not in text and "?]0;owned?r" in text
+
+
+@pytest.mark.parametrize(
+    ("floors", "ending"),
+    [
+        (20.0, "drafting pays if a token is accepted with probability 0.50 or more\n"),
+        (46.4, "drafting would not pay even if every token were accepted\n"),
+    ],
+)
+def test_required_acceptance_rate_is_shown(
+    floors: float, ending: str, monkeypatch: pytest.MonkeyPatch, cluster: CommandInProcess
+) -> None:
+    tally = {"steps": 40, "drafts": 6, "unguessed": 5, "drafted": 32, "accepted": 14, "floors": floors}
+    attempts: list[dict[str, Any]] = [{"options": [], "replicas": {}, "drafts": tally}]
+    monkeypatch.setattr(trace, "remembered", lambda *_: {"r": attempts})
+    out = cluster.run("explain", "r").out
+    assert "drafts: 32 tokens, 14 of them accepted (44%), in 6 of 40 steps; no draft found in 5" in out
+    assert "not worthwhile or no room in 29" in out
+    assert out.endswith(ending)

@@ -16,6 +16,9 @@ from core.types.launch import Launch
 from tests.cluster.control import fake_rank
 from tests.support.waiting import WITHIN_S, until
 
+# One replica of each role.
+SMALL = {"prefill": {"replicas": 1}, "decode": {"replicas": 1}}
+
 
 def is_alive(pid: int) -> bool:
     try:
@@ -71,9 +74,7 @@ class Deployment:
         return pools
 
     def until_ready(self) -> dict[str, Any]:
-        return self.until(
-            lambda pools: all(pool["ready"] == pool["desired"] == len(pool["replicas"]) for pool in pools.values())
-        )
+        return self.until(is_settled)
 
     def restart(self) -> None:
         """Kill the controller and use its restarted actor from now on.
@@ -105,6 +106,13 @@ def deploy(three_nodes: str, tmp_path: Path) -> Iterator[Callable[..., Deploymen
     yield make
     for deployment in made:
         deployment.remove()
+
+
+Deploy = Callable[..., Deployment]
+
+
+def is_settled(pools: dict[str, Any]) -> bool:
+    return all(pool["ready"] == pool["desired"] == len(pool["replicas"]) for pool in pools.values())
 
 
 def ids(pool: dict[str, Any]) -> list[str]:
