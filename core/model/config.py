@@ -22,7 +22,7 @@ _MOST_EXPERTS = 1 << 18  # of all layers; the largest published models have fewe
 _SAMPLES = 16  # samples per weight file in fingerprint()
 _SAMPLE_BYTES = 16 * 1024
 
-_BY_ARCHITECTURE = {name: family for family in FAMILIES for name in family.architectures}
+_BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES}
 _BY_MODEL_TYPE = {name: family for family in FAMILIES for name in family.model_types}
 SUPPORTED_ARCHITECTURES = tuple(_BY_ARCHITECTURE)
 
@@ -183,11 +183,11 @@ def _parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig
     fields = family.read(settings)
     for name, found in settings.unread_effects().items():
         if name in _CHANGES_NUMBERS:
-            raise SpecError(f"{name} {found!r} is not supported for {family.architectures[0]}, and changes its results")
+            raise SpecError(f"{name} {found!r} is not supported for {family.architecture}, and changes its results")
     ends = generation.get("eos_token_id")
     ends = token_ids(settings.get("eos_token_id") if ends is None else ends)
     dtype = settings.get("dtype") or settings.get("torch_dtype") or "float32"
-    model = ModelConfig(architecture=family.architectures[0], eos_token_ids=ends, dtype=dtype, **fields)
+    model = ModelConfig(architecture=family.architecture, eos_token_ids=ends, dtype=dtype, **fields)
     _check_layers(model)
     return model
 
