@@ -20,10 +20,9 @@ from engine.layers.layers import Before, Linear, RMSNorm, RowParallelLinear
 from engine.layers.packed_matrix import PackedMatrix, norm_argument
 from engine.model.aux_hidden_states import AuxHiddenStates
 from engine.model.decoder_layer import DecoderLayer
-from engine.model.delta_net_layer import DeltaNet
 from engine.model.gated_mlp import GatedMLP
-from engine.model.recurrent_layer import RecurrentLayer
-from engine.model.short_conv_layer import ShortConv
+from engine.model.layer_kinds import RecurrentLayer
+from engine.model.recurrent_mixers import DeltaNet, ShortConv
 
 # Minimum number of positions without logits for which the last layer skips them after its KV or state.
 _WORTH_LEAVING_OUT = 32

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,10 +17,7 @@ from engine.kv.pool import KVPool
 from engine.layers.layers import Linear, RMSNorm, RowParallelLinear, is_plain
 from engine.layers.residual import Residual
 from engine.layers.shards import ShardReader
-from engine.model import experts, experts_beside_mlp, gated_mlp
-from engine.model.experts import SparseMLP
-from engine.model.experts_beside_mlp import ExpertsBesideMLP
-from engine.model.gated_mlp import GatedMLP
+from engine.model.experts import MLP, read_mlp
 from engine.model.norms import ProjectionNorm, mlp_norms, read_norm
 from engine.model.per_layer_embeddings import PerLayerInput
 from engine.weights.checkpoint import Shape
@@ -51,7 +47,7 @@ class DecoderLayer:
     output_norm: RMSNorm | None
     residual_scale: float
     mlp_norm: RMSNorm | None
-    mlp: GatedMLP | SparseMLP | ExpertsBesideMLP | None
+    mlp: MLP | None
     scales_queries: bool
     # Addition of the layer's embedding, and a factor of its output (1,): Gemma 4.
     per_layer_input: PerLayerInput | None
@@ -220,18 +216,3 @@ def _read_attention(reader: ShardReader, config: ModelConfig, index: int, heads:
         k_norm=norms[1],
         v_norm=v_norm,
     )
-
-
-def mlp_module(config: ModelConfig, index: int) -> Any:
-    """Return the module of a layer's MLP."""
-    if not config.is_sparse(index):
-        return gated_mlp
-    return experts_beside_mlp if config.experts and config.experts.beside_mlp else experts
-
-
-def read_mlp(reader: ShardReader, config: ModelConfig, index: int) -> GatedMLP | SparseMLP | ExpertsBesideMLP:
-    """Read a layer's MLP, with experts or without."""
-    if not config.is_sparse(index):
-        return GatedMLP.read(reader, config, index)
-    kind = ExpertsBesideMLP if config.experts and config.experts.beside_mlp else SparseMLP
-    return kind.read(reader, config, index)

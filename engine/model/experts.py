@@ -12,7 +12,7 @@ cut into that many pieces, which follow the others in the bank and are chosen by
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -28,6 +28,9 @@ from engine.layers.residual import Residual
 from engine.layers.shards import ShardReader
 from engine.model.expert_bank import Bank, Expert, ExpertList, ExpertSlots
 from engine.model.expert_parallel import Experts, SpreadExperts
+from engine.model.gated_mlp import GatedMLP
+from engine.model.gated_mlp import expected_tensors as expected_dense_tensors
+from engine.model.norms import read_norm
 from engine.model.routing import Routing
 from engine.runner.parallel import TensorParallel
 from engine.weights.checkpoint import Shape, Span
@@ -35,6 +38,15 @@ from engine.weights.checkpoint import Shape, Span
 # T tokens, E hidden_size, L features of latents, I features of the shared expert, C experts per token
 
 _TO_LATENT, _FROM_LATENT = "fc1_latent_proj", "fc2_latent_proj"
+_NORMS_BESIDE = ("post_feedforward_layernorm_1", "post_feedforward_layernorm_2", "pre_feedforward_layernorm_2")
+
+
+def read_mlp(reader: ShardReader, config: ModelConfig, layer: int) -> MLP:
+    """Read a layer's MLP, with experts or without."""
+    if not config.layers[layer].is_sparse:
+        return GatedMLP.read(reader, config, layer)
+    assert config.experts is not None
+    return (ExpertsBesideMLP if config.experts.beside_mlp else SparseMLP).read(reader, config, layer)
 
 
 @dataclass(frozen=True)
@@ -175,11 +187,68 @@ class SplitExperts:
         return share if self.parallel.size == 1 else self.parallel.all_reduce(share.total())
 
 
+@dataclass(frozen=True)
+class ExpertsBesideMLP:
+    """MLP x + norm(norm_1(dense(norm(x))) + norm_2(experts(norm_3(x)))) of Gemma 4.
+
+    The router sees x / rms(x) * scale / sqrt(E).
+    """
+
+    mlp: GatedMLP
+    sparse: SparseMLP
+    # The weight has the router's scale and 1 / sqrt(E).
+    router_norm: RMSNorm
+    mlp_norm: RMSNorm
+    experts_norm: RMSNorm
+    input_norm: RMSNorm
+    output_norm: RMSNorm
+
+    @classmethod
+    def read(cls, reader: ShardReader, config: ModelConfig, layer: int) -> ExpertsBesideMLP:
+        prefix = f"model.layers.{layer}"
+        mlp, sparse = GatedMLP.read(reader, config, layer), SparseMLP.read(reader, config, layer)
+        assert mlp.output_norm is not None
+        scale_E = reader.checkpoint.read(f"{prefix}.mlp.gate.scale").float() * config.hidden_size**-0.5
+        mlp_norm, experts_norm, input_norm = (read_norm(reader, config, f"{prefix}.{name}") for name in _NORMS_BESIDE)
+        return cls(
+            replace(mlp, output_norm=None),
+            sparse,
+            RMSNorm(scale_E.to(reader.device), config.rms_norm_eps),
+            mlp_norm,
+            experts_norm,
+            input_norm,
+            mlp.output_norm,
+        )
+
+    def __call__(self, x: Residual, *, norm: RMSNorm | None) -> None:
+        x_TE = x.total()
+        assert norm is not None
+        dense_TE = self.mlp_norm(self.mlp.down(self.mlp.gate_up(x_TE, before=norm), before=self.mlp.activation))
+        choices = self.sparse.routing(self.router_norm(x_TE))
+        chosen = self.sparse.experts(self.input_norm(x_TE), choices)
+        chosen_TE: Tensor = chosen.total() if isinstance(chosen, ExpertSum) else chosen
+        x.add(self.output_norm(dense_TE + self.experts_norm(chosen_TE)))
+
+    @property
+    def is_fixed(self) -> bool:
+        """True if launches depend only on the number of tokens, not on the chosen experts."""
+        return self.mlp.is_fixed and self.sparse.is_fixed
+
+
+MLP = GatedMLP | SparseMLP | ExpertsBesideMLP
+
+
 def expected_tensors(config: ModelConfig, layer: int) -> Mapping[str, Shape]:
-    """Return the tensors of one layer's router and experts."""
-    assert config.experts is not None
+    """Return the tensors of one layer's MLP: its router and experts, those of a dense one, or both."""
     shape, hidden, block = config.experts, config.hidden_size, f"model.layers.{layer}.mlp"
-    tensors: dict[str, Shape] = {f"{block}.gate.weight": (shape.num_experts, hidden)}
+    if shape is None or not config.layers[layer].is_sparse:
+        return expected_dense_tensors(config, layer)
+    tensors: dict[str, Shape] = {}
+    if shape.beside_mlp:
+        tensors |= expected_dense_tensors(config, layer)
+        tensors |= {f"model.layers.{layer}.{name}.weight": (hidden,) for name in _NORMS_BESIDE}
+        tensors[f"{block}.gate.scale"] = (hidden,)
+    tensors[f"{block}.gate.weight"] = (shape.num_experts, hidden)
     width, matrices = shape.latent_size or hidden, config.activation.input_matrices
     for index in range(shape.num_experts):
         name = f"{block}.experts.{index}"

@@ -9,19 +9,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from core.model.shape import ModelConfig
+from core.model.shape import IndexConfig, ModelConfig
+from engine.attention.chosen_positions import IndexedTokens
 from engine.attention.latent_heads import Expansion, LatentHeads, Rotation
 from engine.kv.pool import KVPool
 from engine.layers.layers import Linear, RMSNorm, RowParallelLinear, is_plain
 from engine.layers.residual import Residual
 from engine.layers.shards import ShardReader
-from engine.model import indexer
-from engine.model.experts import SparseMLP
-from engine.model.gated_mlp import GatedMLP
-from engine.model.indexer import Indexer
+from engine.model.experts import MLP, read_mlp
 from engine.weights.checkpoint import Shape, Span
 
-# T tokens, H query heads of this rank, D head_dim of queries, C latent_dim, J numbers of a row, N nope_dim, W value_dim
+# T tokens, E hidden_size, H query heads of this rank, D head_dim of queries, C latent_dim, J numbers of a row,
+# N nope_dim, W value_dim, O numbers of a short query, G index heads, I numbers of an index key
 
 # Epsilon of the norms inside attention; the config's value applies to the other norms only.
 _EPS = 1e-6
@@ -45,7 +44,7 @@ class LatentLayer:
     indexer: Indexer | None
     output: RowParallelLinear
     mlp_norm: RMSNorm
-    mlp: GatedMLP | SparseMLP
+    mlp: MLP
     scales_queries: bool
 
     @classmethod
@@ -73,7 +72,7 @@ class LatentLayer:
                 has_bias=config.has_output_bias,
             ),
             mlp_norm=reader.norm(f"{prefix}.post_attention_layernorm", eps),
-            mlp=(SparseMLP if config.is_sparse(index) else GatedMLP).read(reader, config, index),
+            mlp=read_mlp(reader, config, index),
             scales_queries=config.layers[index].scales_queries,
         )
 
@@ -124,9 +123,6 @@ class LatentLayer:
     def written(self) -> int:
         return self.index
 
-    def end(self, x: Residual, per_layer_TP: Tensor | None) -> None:
-        pass
-
     @property
     def is_fixed(self) -> bool:
         """True if launches depend only on shapes."""
@@ -134,6 +130,47 @@ class LatentLayer:
         products += [self.query_up] if self.query_up else []
         products += [self.indexer.query, self.indexer.key] if self.indexer else []
         return is_plain(*products) and self.mlp.is_fixed
+
+
+@dataclass(frozen=True)
+class Indexer:
+    """Index queries, keys and weights of a step's tokens; see engine/attention/chosen_positions.py.
+
+    Every rank computes all heads, so that all choose alike.
+    """
+
+    index: IndexConfig
+    query: Linear
+    key: Linear
+    norm_I: Tensor
+    bias_I: Tensor
+    # fp32, with the factors of heads and products.
+    weight_GE: Tensor
+
+    @classmethod
+    def read(cls, reader: ShardReader, index: IndexConfig, prefix: str) -> Indexer:
+        scale = (index.num_heads * index.head_dim) ** -0.5
+        return cls(
+            index=index,
+            query=reader.linear({f"{prefix}.wq_b": (0, index.num_heads * index.head_dim)}),
+            key=reader.linear({f"{prefix}.wk": (0, index.head_dim)}),
+            norm_I=reader.tensor(f"{prefix}.k_norm.weight"),
+            bias_I=reader.tensor(f"{prefix}.k_norm.bias"),
+            weight_GE=reader.tensor(f"{prefix}.weights_proj.weight").float() * scale,
+        )
+
+    def __call__(self, x_TE: Tensor, q_TO: Tensor) -> IndexedTokens:
+        """Return the outputs before rotation. x: normed input of the layer; q: normed short queries."""
+        return IndexedTokens(
+            index=self.index,
+            q_TGI=torch.unflatten(self.query(q_TO), -1, (self.index.num_heads, self.index.head_dim)),
+            key_TI=self.keys(x_TE),
+            weights_TG=F.linear(x_TE.float(), self.weight_GE),
+        )
+
+    def keys(self, x_TE: Tensor) -> Tensor:
+        """Return the keys (T, I) before rotation. x: normed input of the layer."""
+        return F.layer_norm(self.key(x_TE), (self.index.head_dim,), self.norm_I, self.bias_I, _EPS)
 
 
 def expected_tensors(config: ModelConfig, layer: int) -> Mapping[str, Shape]:
@@ -161,7 +198,15 @@ def expected_tensors(config: ModelConfig, layer: int) -> Mapping[str, Shape]:
     if config.has_output_bias:
         attention["o_proj.bias"] = (hidden,)
     if config.layers[layer].has_indexer:
-        attention |= indexer.expected_tensors(config)
+        assert latent.index is not None and latent.query_dim is not None
+        index = latent.index
+        attention |= {
+            "indexer.wq_b.weight": (index.num_heads * index.head_dim, latent.query_dim),
+            "indexer.wk.weight": (index.head_dim, hidden),
+            "indexer.k_norm.weight": (index.head_dim,),
+            "indexer.k_norm.bias": (index.head_dim,),
+            "indexer.weights_proj.weight": (index.num_heads, hidden),
+        }
     prefix = f"model.layers.{layer}"
     norms = {f"{prefix}.{name}.weight": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")}
     return norms | {f"{prefix}.self_attn.{name}": shape for name, shape in attention.items()}
