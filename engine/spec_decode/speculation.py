@@ -13,11 +13,10 @@ from core.types.request import DraftTally
 from core.types.step_timing import StepTiming
 from engine.kv.block_manager import BlockManager
 from engine.scheduler.sequence import Sequence
-from engine.spec_decode.acceptance import AcceptanceTracker, RatedProposal
+from engine.spec_decode.acceptance import AcceptanceTracker, DraftCounts, RatedProposal
 from engine.spec_decode.draft import Draft, take_room, take_state_slots
 from engine.spec_decode.draft_plan import plan_drafts
 from engine.spec_decode.draft_scheduler import DraftScheduler
-from engine.spec_decode.draft_stats import DraftCounts
 from engine.spec_decode.proposer import ModelProposer, Proposer
 from engine.spec_decode.step_cost import FREE, StepCost
 from engine.spec_decode.suffix import Corpus, Suffix
@@ -145,7 +144,7 @@ class Speculation:
 
     def finished(self, sequence: Sequence) -> None:
         """Note that the sequence has its last token."""
-        for proposer in (*self._lookups.values(), *self._models.values()):
+        for proposer in self._lookups.values():
             proposer.finished(sequence)
         self._scheduler.finished(sequence)
 

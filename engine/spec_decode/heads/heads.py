@@ -48,8 +48,35 @@ class HeadsRoom:
         return self.reader.device.type == "cpu" and self.reader.parallel.size == 1
 
 
-class DraftHeads(Protocol):
-    """Draft heads of one kind. Owned by the step thread."""
+class RankHeads(Protocol):
+    """Heads and their state: of one rank, or of all ranks of a replica."""
+
+    def rest(self, num_first: int | None, /) -> None:
+        """Announce that drafts are requested only within the first `num_first` tokens of answers, if at all.
+
+        Heads may then stop collecting state of decoding sequences, and cannot draft for these afterwards. None: drafts
+        may be requested at any time.
+        """
+        ...
+
+    def num_behind(self, row: HeadRow, /) -> int | None:
+        """Return the number of deferred tokens to compute before a draft; None if the row cannot be drafted for."""
+        ...
+
+    def catch_up(self, rows: Sequence[HeadRow], max_tokens: int | None = None, /) -> None:
+        """Compute the first `max_tokens` of these deferred tokens, or all."""
+        ...
+
+    def draft(self, rows: Sequence[HeadRow], max_tokens: int, choose: Choose, /) -> None:
+        """Draft for each row, place after place, as far as the heads go. Skips rows without state.
+
+        `choose` picks the tokens of each place.
+        """
+        ...
+
+
+class DraftHeads(RankHeads, Protocol):
+    """Draft heads of one kind, on one rank. Owned by the step thread."""
 
     features: Features  # set by `attach`
     layers: tuple[int, ...]  # layers of the model whose hidden states are read, see AuxHiddenStates
@@ -68,14 +95,6 @@ class DraftHeads(Protocol):
         """
         ...
 
-    def rest(self, num_first: int | None, /) -> None:
-        """Announce that drafts are requested only within the first `num_first` tokens of answers, if at all.
-
-        Heads may then stop collecting state of decoding sequences, and cannot draft for these afterwards. None: drafts
-        may be requested at any time.
-        """
-        ...
-
     def pass_over(self, batch: Batch, on_layer: Callable[[int], None] | None, /) -> bool:
         """Return True if the heads skip the next step, which then must not be passed to `follow`."""
         ...
@@ -86,19 +105,4 @@ class DraftHeads(Protocol):
 
     def knows(self, rows: Sequence[HeadRow], /) -> bool:
         """Return True if the heads have the state to draft for these rows."""
-        ...
-
-    def num_behind(self, row: HeadRow, /) -> int | None:
-        """Return the number of deferred tokens to compute before a draft; None if the row cannot be drafted for."""
-        ...
-
-    def catch_up(self, rows: Sequence[HeadRow], max_tokens: int | None = None, /) -> None:
-        """Compute the first `max_tokens` of these deferred tokens, or all."""
-        ...
-
-    def draft(self, rows: Sequence[HeadRow], max_tokens: int, choose: Choose, /) -> None:
-        """Draft for each row, place after place, as far as the heads go. Skips rows without state.
-
-        `choose` picks the tokens of each place.
-        """
         ...
