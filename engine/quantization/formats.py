@@ -64,7 +64,7 @@ class Coded:
 class Scheme:
     """Scales and codes of one matrix in a format. dtype: the model's."""
 
-    format: Format
+    format: WrittenFormat
     # Inputs per scale.
     group: int
     dtype: torch.dtype
@@ -146,19 +146,12 @@ def _nearest_e2m1(scaled: Tensor) -> Tensor:
     return _E2M1_MAGNITUDES[torch.bucketize(scaled.abs(), _E2M1_BORDERS)].copysign(scaled)
 
 
-def _fp8_parts(coded: Coded, scheme: Scheme) -> Parts:
-    return {
-        "weight": coded.numbers_OI.to(torch.float8_e4m3fn),
-        "weight_scale_inv": coded.scales_OG[:: scheme.format.rows],
+def _plain_parts(dtype: torch.dtype, scale: str) -> Callable[[Coded, Scheme], Parts]:
+    """scale: suffix of the scales' name."""
+    return lambda coded, scheme: {
+        "weight": coded.numbers_OI.to(dtype),
+        scale: coded.scales_OG[:: scheme.format.rows],
     }
-
-
-def _fp8_dynamic_parts(coded: Coded, scheme: Scheme) -> Parts:
-    return {"weight": coded.numbers_OI.to(torch.float8_e4m3fn), "weight_scale": coded.scales_OG}
-
-
-def _int8_parts(coded: Coded, scheme: Scheme) -> Parts:
-    return {"weight": coded.numbers_OI.to(torch.int8), "weight_scale": coded.scales_OG}
 
 
 def _int4_parts(coded: Coded, scheme: Scheme) -> Parts:
@@ -227,8 +220,8 @@ def _scheme_config(layout: str, *, rounds_inputs: bool = False, **weights: Any) 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Format:
-    """One format of checkpoints."""
+class WrittenFormat:
+    """Row of the table."""
 
     bits: int
     # Largest number of the codes.
@@ -257,7 +250,16 @@ class Format:
         )
 
 
-_INT4 = Format(
+_FP8 = WrittenFormat(
+    bits=8,
+    most=_FP8_MOST,
+    nearest=_nearest_e4m3,
+    store=_as_fp32,
+    parts=_plain_parts(torch.float8_e4m3fn, "weight_scale"),
+    config=_scheme_config("float-quantized", num_bits=8, type="float", rounds_inputs=True),
+    scales_channels=False,
+)
+_INT4 = WrittenFormat(
     bits=4,
     most=7,
     nearest=_nearest_int(-8, 7),
@@ -268,36 +270,35 @@ _INT4 = Format(
     has_group_option=True,
     clips=_CLIPS,
 )
+_NVFP4 = WrittenFormat(
+    bits=4,
+    most=6,
+    nearest=_nearest_e2m1,
+    store=_as_e4m3,
+    parts=_nvfp4_parts,
+    config=_scheme_config(
+        "nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", scale_dtype="torch.float8_e4m3fn"
+    ),
+    group=16,
+    clips=_CLIPS,
+    has_global_scale=True,
+)
 
 FORMATS = {
-    "fp8": Format(
-        bits=8,
-        most=_FP8_MOST,
-        nearest=_nearest_e4m3,
-        store=_as_fp32,
-        parts=_fp8_parts,
+    "fp8": replace(
+        _FP8,
+        parts=_plain_parts(torch.float8_e4m3fn, "weight_scale_inv"),
         config=_fp8_config,
         group=_FP8_BLOCK,
         rows=_FP8_BLOCK,
-        scales_channels=False,
     ),
-    "fp8_dynamic": Format(
-        bits=8,
-        most=_FP8_MOST,
-        nearest=_nearest_e4m3,
-        store=_as_fp32,
-        parts=_fp8_dynamic_parts,
-        config=_scheme_config("float-quantized", num_bits=8, type="float", rounds_inputs=True),
-        scales_channels=False,
-    ),
-    "int8": Format(
-        bits=8,
+    "fp8_dynamic": _FP8,
+    "int8": replace(
+        _FP8,
         most=127,
         nearest=_nearest_int(-127, 127),
-        store=_as_fp32,
-        parts=_int8_parts,
+        parts=_plain_parts(torch.int8, "weight_scale"),
         config=_scheme_config("int-quantized", num_bits=8, type="int", rounds_inputs=True),
-        scales_channels=False,
     ),
     "int4": _INT4,
     "int4_asym": replace(
@@ -307,27 +308,14 @@ FORMATS = {
         is_symmetric=False,
         config=_scheme_config("pack-quantized", num_bits=4, type="int", symmetric=False),
     ),
-    "nvfp4": Format(
-        bits=4,
-        most=6,
-        nearest=_nearest_e2m1,
-        store=_as_e4m3,
-        parts=_nvfp4_parts,
-        config=_scheme_config(
-            "nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", scale_dtype="torch.float8_e4m3fn"
-        ),
-        group=16,
-        clips=_CLIPS,
-        has_global_scale=True,
-    ),
-    "mxfp4": Format(
-        bits=4,
-        most=6,
-        nearest=_nearest_e2m1,
+    "nvfp4": _NVFP4,
+    "mxfp4": replace(
+        _NVFP4,
         store=_as_e8m0,
         parts=_mxfp4_parts,
         config=_scheme_config("mxfp4-pack-quantized", num_bits=4, type="float", scale_dtype="torch.uint8"),
         group=32,
         clips=(1.0, 0.5),
+        has_global_scale=False,
     ),
 }

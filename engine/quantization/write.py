@@ -23,7 +23,7 @@ from core.model.config_file import has_own_format, read_config
 from core.model.gguf_table import TABLE
 from core.types.errors import SpecError
 from engine.quantization.channel_scales import ChannelScales, SchemeFor, find_folds, find_scales
-from engine.quantization.formats import FORMATS, Format
+from engine.quantization.formats import FORMATS, WrittenFormat
 from engine.quantization.rounding import round_matrix
 from engine.weights.checkpoint import Checkpoint
 from engine.weights.open_checkpoint import open_checkpoint
@@ -101,7 +101,7 @@ class _Source:
     """Unquantized checkpoint with the settings for its matrices. dtype: the model's."""
 
     checkpoint: Checkpoint
-    format: Format
+    format: WrittenFormat
     # Inputs per scale; 0: whole rows.
     group: int
     dtype: torch.dtype
