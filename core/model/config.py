@@ -7,12 +7,10 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from core.model.config_file import config_file, read_config
+from core.model.config_file import PARAMS, config_file, own_names, read_config
 from core.model.families import FAMILIES
 from core.model.families.family import Family
-from core.model.json_file import one_line, read_object
-from core.model.mistral_params import PARAMS, own_names
-from core.model.settings import MOST, Settings
+from core.model.settings import MOST, Settings, one_line, read_object
 from core.model.shape import ModelConfig
 from core.model.weight_files import weight_files
 from core.model.weight_formats import check_method

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from core.model import config as model_config
-from core.model.json_file import read_object
+from core.model.settings import read_object
 from core.model.shape import ModelConfig
 from core.model.weight_files import locate_tensors, weight_files
 from core.types.errors import SpecError

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from core.model import source as model_source
 from core.model.draft_heads import HeadsKind, is_eagle1, predicts_further
-from core.model.json_file import read_object
+from core.model.settings import read_object
 from core.model.source import Progress
 from core.types.errors import SpecError
 from core.types.request import Role

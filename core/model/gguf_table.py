@@ -49,36 +49,10 @@ GGML_TYPES = {
     40: GGMLType("NVFP4", 64, 36),
 }
 # The other types of ggml, past ones included, and those of the fork ik_llama.cpp.
-_OTHER_TYPES = {
-    4: "Q4_2",
-    5: "Q4_3",
-    9: "Q8_1",
-    15: "Q8_K",
-    24: "I8",
-    25: "I16",
-    26: "I32",
-    27: "I64",
-    28: "F64",
-    31: "Q4_0_4_4",
-    32: "Q4_0_4_8",
-    33: "Q4_0_8_8",
-    36: "IQ4_NL_4_4",
-    37: "IQ4_NL_4_8",
-    38: "IQ4_NL_8_8",
-    41: "Q1_0",
-    133: "Q6_0",
-    134: "IQ1_BN",
-    135: "IQ2_BN",
-    137: "IQ2_K",
-    138: "IQ3_K",
-    139: "IQ4_K",
-    140: "IQ5_K",
-    141: "IQ6_K",
-    144: "IQ4_KS",
-    145: "IQ2_KS",
-    146: "IQ4_KSS",
-    152: "IQ5_KS",
-}
+_OTHER_TYPES = {4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64"}
+_OTHER_TYPES |= {31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8"}
+_OTHER_TYPES |= {41: "Q1_0", 133: "Q6_0", 134: "IQ1_BN", 135: "IQ2_BN", 137: "IQ2_K", 138: "IQ3_K", 139: "IQ4_K"}
+_OTHER_TYPES |= {140: "IQ5_K", 141: "IQ6_K", 144: "IQ4_KS", 145: "IQ2_KS", 146: "IQ4_KSS", 152: "IQ5_KS"}
 
 
 def type_name(ggml_type: int) -> str:
