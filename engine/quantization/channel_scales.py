@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from core.model.shape import ModelConfig
-from engine.quantization.formats import Scheme
-from engine.quantization.rounding import round_matrix
+from engine.quantization.formats import Scheme, round_matrix
 
 Some = TypeVar("Some", list[str], Tensor)
 # Scheme of matrices whose largest magnitude is given.

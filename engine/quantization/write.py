@@ -20,11 +20,10 @@ from torch import Tensor
 
 from core.model import config as model_config
 from core.model.config_file import has_own_format, read_config
-from core.model.gguf_table import TABLE
+from core.model.gguf_file import TABLE
 from core.types.errors import SpecError
 from engine.quantization.channel_scales import ChannelScales, SchemeFor, find_folds, find_scales
-from engine.quantization.formats import FORMATS, WrittenFormat
-from engine.quantization.rounding import round_matrix
+from engine.quantization.formats import FORMATS, WrittenFormat, round_matrix
 from engine.weights.checkpoint import Checkpoint
 from engine.weights.open_checkpoint import open_checkpoint
 from engine.weights.renamed_checkpoint import TOWERS, RenamedCheckpoint, open_model

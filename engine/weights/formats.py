@@ -15,10 +15,10 @@ from torch import Tensor
 
 from core.model.weight_formats import INSTEAD
 from core.types.errors import SpecError
+from engine.weights.checkpoint import FLOATS
 from engine.weights.packing import AWQ_ORDER, fast_codes, fast_zeros, marlin_codes, marlin_scales
 from engine.weights.quantized_weight import E2M1_LEVELS
 
-FLOATS = ("F64", "F32", "F16", "BF16")
 _DTYPES = {
     "float": FLOATS,
     "scale": (*FLOATS, "F8_E8M0", "U8"),

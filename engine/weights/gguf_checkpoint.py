@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from core.model.gguf_table import GGML_TYPES, read_table
+from core.model.gguf_file import GGML_TYPES, read_table
 from core.types.errors import SpecError
 from engine.weights.checkpoint import Span
 from engine.weights.quantized_weight import E2M1_LEVELS, GGMLWeight, GroupedWeight, QuantizedWeight

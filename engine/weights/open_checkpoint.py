@@ -6,13 +6,12 @@ from pathlib import Path
 
 from core.model.config import quantization_config
 from core.model.config_file import has_own_format
-from core.model.gguf_table import TABLE
+from core.model.gguf_file import TABLE
 from core.model.weight_formats import INSTEAD, check_format, check_method
 from core.types.errors import SpecError
-from engine.weights.checkpoint import Checkpoint
+from engine.weights.checkpoint import FLOATS, Checkpoint, SafetensorsCheckpoint
 from engine.weights.gguf_checkpoint import GGUFCheckpoint
 from engine.weights.quantized_checkpoint import QuantizedCheckpoint
-from engine.weights.safetensors_checkpoint import FLOATS, SafetensorsCheckpoint
 
 # Dtypes of buffers that old files keep beside the weights, such as position ids.
 _COUNTERS = ("I64", "BOOL")

@@ -13,11 +13,10 @@ from torch import Tensor
 
 from core.model.weight_formats import INSTEAD
 from core.types.errors import SpecError
-from engine.weights.checkpoint import Shape, Span
+from engine.weights.checkpoint import FLOATS, SafetensorsCheckpoint, Shape, Span
 from engine.weights.formats import (
     COLUMNS,
     COMPANIONS,
-    FLOATS,
     FORMATS,
     LEVELS,
     NESTED,
@@ -34,7 +33,6 @@ from engine.weights.formats import (
 )
 from engine.weights.packing import unpack
 from engine.weights.quantized_weight import GroupedWeight, QuantizedWeight, ScaledColumns, is_special, pack_4_bits
-from engine.weights.safetensors_checkpoint import SafetensorsCheckpoint
 
 # O outputs, I inputs, G groups of inputs
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from core.model.gguf_table import GGMLType
+from core.model.gguf_file import GGMLType
 
 # O outputs, I inputs, G groups of inputs that share a scale, B bytes per row of ggml blocks
 

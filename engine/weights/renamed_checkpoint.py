@@ -14,7 +14,7 @@ from torch import Tensor
 from core.model.config import family_of
 from core.model.config_file import has_own_format, read_config, stored_tensors
 from core.model.families.family import Stored
-from core.model.gguf_table import TABLE
+from core.model.gguf_file import TABLE
 from core.model.shape import ModelConfig
 from core.types.errors import SpecError
 from engine.weights.checkpoint import Checkpoint, Shape, Span

@@ -36,9 +36,8 @@ from engine.model.latent_layer import LatentLayer
 from engine.model.layer_kinds import MLPLayer
 from engine.model.norms import read_norm
 from engine.runner import streams
-from engine.spec_decode.heads.decoder_block import heads_of
 from engine.spec_decode.heads.deferred_kv import Entries
-from engine.spec_decode.heads.draft_layer import DraftPlaces
+from engine.spec_decode.heads.draft_layer import DraftPlaces, heads_of
 from engine.spec_decode.heads.heads import HeadsRoom
 from engine.weights.checkpoint import Shape, check_tensors
 

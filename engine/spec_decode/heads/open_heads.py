@@ -18,8 +18,7 @@ from engine.model.aux_hidden_states import AuxHiddenStates
 from engine.runner.parallel import TensorParallel
 from engine.spec_decode.heads.draft_layer import DraftLayer
 from engine.spec_decode.heads.eagle import Eagle
-from engine.spec_decode.heads.eagle1_layer import Eagle1Layer
-from engine.spec_decode.heads.eagle3_layer import Eagle3Layer
+from engine.spec_decode.heads.eagle_layers import Eagle1Layer, Eagle3Layer
 from engine.spec_decode.heads.head_row import HeadRow
 from engine.spec_decode.heads.heads import DraftHeads, HeadsRoom, ModelParts
 from engine.spec_decode.heads.medusa import Medusa

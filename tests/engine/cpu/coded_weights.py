@@ -9,7 +9,7 @@ import torch
 from gguf import GGMLQuantizationType
 from torch import Tensor
 
-from core.model.gguf_table import GGML_TYPES
+from core.model.gguf_file import GGML_TYPES
 from engine.cpu.structs import FormatName
 from engine.weights.quantized_weight import E2M1_LEVELS, GGMLWeight, GroupedWeight, QuantizedWeight
 from tests.engine.gguf_files import random_blocks

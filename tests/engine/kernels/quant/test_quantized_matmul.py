@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from core.model.gguf_table import GGML_TYPES
+from core.model.gguf_file import GGML_TYPES
 from engine.cpu.autotune import FP8, MeasuredWays, Ways
 from engine.kernels.gated_mul import GatedActivation
 from engine.kernels.moe.expert_tiles import sort_into_tiles
