@@ -29,7 +29,7 @@ from core.model.draft_heads import Eagle3Variant, HeadsConfig
 from core.model.shape import ModelConfig
 from core.types.errors import SpecError
 from engine.kv.pool import KVPool
-from engine.layers.layers import Matrix
+from engine.layers.layers import Linear
 from engine.layers.shards import ShardReader
 from engine.spec_decode.heads.compiled_eagle import CompiledEagle, EagleParts, EntrySteps, can_compile
 from engine.spec_decode.heads.deferred_kv import Entries
@@ -150,13 +150,13 @@ class Eagle3Layer:
         return torch.cat((self._embedding_norm(self._embed(token_ids_T)), self._feature_norm(before_TE)), dim=-1)
 
 
-def _halves(reader: ShardReader, shape: ModelConfig, attention: str, names: str) -> tuple[Matrix, Matrix]:
+def _halves(reader: ShardReader, shape: ModelConfig, attention: str, names: str) -> tuple[Linear, Linear]:
     """Split the matrix that reads an entry into the columns of its embedding and those of its feature."""
 
-    def half(number: int) -> Matrix:
+    def half(number: int) -> Linear:
         columns = number * shape.hidden_size, (number + 1) * shape.hidden_size
         parts = [reader.checkpoint.read(f"{attention}.{n}_proj.weight", columns=columns) for n in names]
-        return reader.matrix(torch.cat(parts).to(reader.dtype))
+        return Linear(reader.matrix(torch.cat(parts).to(reader.dtype)))
 
     return half(0), half(1)
 
@@ -207,7 +207,7 @@ class Eagle1Layer:
         self._pool = pool
 
     def features(self, hidden_TW: Tensor) -> Tensor:
-        return self._model.norm(hidden_TW)
+        return self._model.normed(hidden_TW)
 
     def keep(self, entries: Entries, before_NE: Tensor) -> None:
         entry_NE = self._entry(entries.token_ids_N, before_NE)

@@ -74,7 +74,7 @@ class MtpLayer:
         self._pool = pool
 
     def features(self, hidden_TW: Tensor) -> Tensor:
-        return self._model.norm(hidden_TW)
+        return self._model.normed(hidden_TW)
 
     def keep(self, entries: Entries, before_NE: Tensor) -> None:
         x_NE = self._entry(entries.token_ids_N, before_NE)
