@@ -21,8 +21,9 @@ from torch import Tensor
 
 from core.model.shape import Activation, ExpertsConfig, ModelConfig
 from engine.kernels.gated_mul import SILU, GatedActivation
-from engine.kernels.moe.expert_router import RoutedTokens
+from engine.kernels.moe.expert_router import MOST_TOKENS, RoutedTokens, new_counters, route
 from engine.kernels.moe.expert_sum import ExpertSum
+from engine.kernels.moe.top_k import ChoiceRule, choose_experts
 from engine.layers.layers import Linear, RMSNorm, RowParallelLinear, is_plain
 from engine.layers.residual import Residual
 from engine.layers.shards import ShardReader
@@ -31,11 +32,11 @@ from engine.model.expert_parallel import Experts, SpreadExperts
 from engine.model.gated_mlp import GatedMLP
 from engine.model.gated_mlp import expected_tensors as expected_dense_tensors
 from engine.model.norms import read_norm
-from engine.model.routing import Routing
 from engine.runner.parallel import TensorParallel
 from engine.weights.checkpoint import Shape, Span
 
-# T tokens, E hidden_size, L features of latents, I features of the shared expert, C experts per token
+# T tokens, E hidden_size, I features of the shared expert, C experts per token, X experts to choose from, L logits: X,
+# plus one if shared experts are weighed
 
 _TO_LATENT, _FROM_LATENT = "fc1_latent_proj", "fc2_latent_proj"
 _NORMS_BESIDE = ("post_feedforward_layernorm_1", "post_feedforward_layernorm_2", "pre_feedforward_layernorm_2")
@@ -309,3 +310,85 @@ def _read_expert(reader: ShardReader, config: ModelConfig, layer: int, index: in
     if has_bias and (reader.spreads_experts or reader.parallel.is_leader):
         bias_E = reader.tensor(f"{name}.down_proj.bias")
     return Expert(gate_up, reader.columns(f"{name}.down_proj", features), bias_E, GatedActivation.of(config.activation))
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Router of one layer: kernels/moe/expert_router.py computes few tokens, kernels/moe/top_k.py many."""
+
+    # In the model's dtype; fp32 on a CPU if logits are exact.
+    weight_LE: Tensor
+    # fp32
+    bias_X: Tensor | None
+    counters: Tensor
+    # True if logits are computed in fp32 for any model dtype.
+    is_exact: bool
+    rule: ChoiceRule
+    # Added to the logits; of the weight's dtype.
+    logit_bias_L: Tensor | None = None
+    # fp32: factors of the experts' weights.
+    factors_X: Tensor | None = None
+
+    @classmethod
+    def read(
+        cls,
+        reader: ShardReader,
+        config: ExpertsConfig,
+        name: str,
+        *,
+        num_shared: int = 0,
+        shared_gate_1E: Tensor | None = None,
+    ) -> Routing:
+        """Read a router.
+
+        name: tensor name without `.weight`. num_shared: pieces of the shared expert, last in the bank. shared_gate:
+        gate that weighs them.
+        """
+        bias_X = reader.checkpoint.read(f"{name}.e_score_correction_bias") if config.has_correction_bias else None
+        factors_X = reader.checkpoint.read(f"{name}.per_expert_scale") if config.has_expert_scales else None
+        rule = ChoiceRule(
+            num_choices=config.num_per_token,
+            scores=config.scores,
+            num_groups=config.num_groups,
+            num_groups_per_token=config.num_groups_per_token,
+            normalizes_weights=config.normalizes_weights,
+            weight_scale=config.weight_scale,
+            num_shared=num_shared,
+            weighs_shared=shared_gate_1E is not None,
+        )
+        weight_LE = reader.tensor(f"{name}.weight")
+        if shared_gate_1E is not None:
+            weight_LE = torch.cat((weight_LE, shared_gate_1E))
+        if config.scores_in_fp32 and not weight_LE.is_cuda:
+            weight_LE = weight_LE.float()
+        return cls(
+            weight_LE,
+            None if bias_X is None else bias_X.float().to(reader.device),
+            new_counters(reader.device),
+            config.scores_in_fp32,
+            rule,
+            reader.tensor(f"{name}.bias").to(weight_LE.dtype) if config.has_router_bias else None,
+            None if factors_X is None else factors_X.float().to(reader.device),
+        )
+
+    def __call__(self, x_TE: Tensor) -> RoutedTokens:
+        """Return the experts of each token, best first, and their weights."""
+        if len(x_TE) > MOST_TOKENS:
+            return RoutedTokens(*choose_experts(self._logits(x_TE), self.bias_X, self.rule, self.factors_X))
+        return route(
+            x_TE,
+            self.weight_LE,
+            self.bias_X,
+            self.counters,
+            self.rule,
+            is_exact=self.is_exact,
+            logit_bias_L=self.logit_bias_L,
+            factors_X=self.factors_X,
+        )
+
+    def _logits(self, x_TE: Tensor) -> Tensor:
+        """Return the logits (T, L), in x's dtype or fp32."""
+        if self.is_exact and x_TE.is_cuda and x_TE.dtype != torch.float32:
+            # Products of two 16-bit numbers are exact in fp32, which also accumulates them.
+            return torch.mm(x_TE, self.weight_LE.T, out_dtype=torch.float32)
+        return F.linear(x_TE.to(self.weight_LE.dtype), self.weight_LE, self.logit_bias_L)

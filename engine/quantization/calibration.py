@@ -22,7 +22,7 @@ from engine.layers.shards import OnMatrix, ShardReader
 from engine.model.transformer import Transformer
 from engine.runner.parallel import TensorParallel
 from engine.weights.checkpoint import Checkpoint
-from engine.weights.renamed_checkpoint import open_model
+from engine.weights.open_checkpoint import open_model
 
 # T tokens, I input features, O output features
 

@@ -25,8 +25,7 @@ from core.types.errors import SpecError
 from engine.quantization.channel_scales import ChannelScales, SchemeFor, find_folds, find_scales
 from engine.quantization.formats import FORMATS, WrittenFormat, round_matrix
 from engine.weights.checkpoint import Checkpoint
-from engine.weights.open_checkpoint import open_checkpoint
-from engine.weights.renamed_checkpoint import TOWERS, RenamedCheckpoint, open_model
+from engine.weights.open_checkpoint import TOWERS, RenamedCheckpoint, open_checkpoint, open_model
 
 _FILE_BYTES = 4 << 30
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

@@ -39,7 +39,7 @@ from engine.spec_decode.heads.head_row import Choose, HeadRow
 from engine.spec_decode.heads.heads import DraftHeads
 from engine.spec_decode.heads.open_heads import open_heads, warm_up_heads
 from engine.weights.checkpoint import Checkpoint, listed
-from engine.weights.renamed_checkpoint import open_model
+from engine.weights.open_checkpoint import open_model
 
 logger = logging.getLogger(__name__)
 

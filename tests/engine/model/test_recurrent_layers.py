@@ -280,5 +280,5 @@ def test_bytes_of_states() -> None:
         norm_eps=1e-6,
         is_fused=True,
     )
-    assert (shape.matrix_bytes(), shape.conv_bytes(number_bytes=2)) == (2 << 20, 48 << 10)
-    assert (shape.matrix_bytes(4), shape.conv_bytes(4, number_bytes=2)) == (512 << 10, 12 << 10)
+    assert (shape.matrix_bytes(), shape.state_bytes(number_bytes=2)) == (2 << 20, (2 << 20) + (48 << 10))
+    assert (shape.matrix_bytes(4), shape.state_bytes(4, number_bytes=2)) == (512 << 10, (512 << 10) + (12 << 10))
