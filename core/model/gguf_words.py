@@ -68,10 +68,7 @@ _BY_WORDS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
         ),
         (_GPT2,),
     ),
-    (
-        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2"),
-        (r"\p{N}", _GPT2),
-    ),
+    (("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2"), (r"\p{N}", _GPT2)),
     ((*_LLAMA_NAMES, "dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), (_LLAMA3,)),
     (
         ("qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez", "stablelm2", "hunyuan", "solar-open", "grok-2"),
@@ -105,11 +102,7 @@ _BY_WORDS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("deepseek-v3", "hunyuan-dense", "joyai-llm", "hy_v4"), (r"\p{N}{1,3}", _KANA, _DEEPSEEK3)),
     (
         ("spark2_5",),
-        (
-            *(r"\p{N}{1,3}", _KANA),
-            _DEEPSEEK3.replace(r"+[\r\n]*", "+").replace(r"\s*[\r\n]+", r"[\r\n]"),
-            r"\p{N}",
-        ),
+        (*(r"\p{N}{1,3}", _KANA), _DEEPSEEK3.replace(r"+[\r\n]*", "+").replace(r"\s*[\r\n]+", r"[\r\n]"), r"\p{N}"),
     ),
     (("deepseek-llm",), (r"[\r\n]", rf"\s?[{_CASED_LETTERS}]+", _PUNCTUATION_LLM, r"\s+$", _HAN, r"\p{N}+")),
     (("deepseek-coder",), (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN, r"\p{N}")),

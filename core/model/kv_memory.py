@@ -237,10 +237,7 @@ class CacheShape:
         if not windows:
             return PoolSizes(max(0, memory_bytes // self.block_bytes), num_states)
         num_blocks, num_parts = windows.split(
-            memory_bytes,
-            block_bytes=self.block_bytes,
-            part_bytes=self.window_part_bytes,
-            max_running=max_running,
+            memory_bytes, block_bytes=self.block_bytes, part_bytes=self.window_part_bytes, max_running=max_running
         )
         return PoolSizes(num_blocks, num_states, num_parts)
 

@@ -25,12 +25,7 @@ class Bank(Protocol):
     """Experts, or a rank's shares of them, at numbered places."""
 
     def __call__(
-        self,
-        x_TE: Tensor,
-        chosen_TC: Tensor,
-        tiles: Tiles | None = None,
-        *,
-        input_weights_TC: Tensor | None = None,
+        self, x_TE: Tensor, chosen_TC: Tensor, tiles: Tiles | None = None, *, input_weights_TC: Tensor | None = None
     ) -> Tensor:
         """Return the unweighted output of each chosen expert: (T, C, E).
 
@@ -71,12 +66,7 @@ class ExpertList:
         return False
 
     def __call__(
-        self,
-        x_TE: Tensor,
-        chosen_TC: Tensor,
-        tiles: Tiles | None = None,
-        *,
-        input_weights_TC: Tensor | None = None,
+        self, x_TE: Tensor, chosen_TC: Tensor, tiles: Tiles | None = None, *, input_weights_TC: Tensor | None = None
     ) -> Tensor:
         flat_N = chosen_TC.flatten()
         order_N, counts_X = flat_N.argsort(stable=True), flat_N.bincount(minlength=len(self.experts))
@@ -108,12 +98,7 @@ class ExpertStack:
         return True
 
     def __call__(
-        self,
-        x_TE: Tensor,
-        chosen_TC: Tensor,
-        tiles: Tiles | None = None,
-        *,
-        input_weights_TC: Tensor | None = None,
+        self, x_TE: Tensor, chosen_TC: Tensor, tiles: Tiles | None = None, *, input_weights_TC: Tensor | None = None
     ) -> Tensor:
         compute: Any = coded_experts if isinstance(self.gate_up, CodePanels) else fused_experts
         out_TCE: Tensor = compute(

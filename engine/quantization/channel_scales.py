@@ -101,10 +101,7 @@ def find_folds(names: Iterable[str], config: ModelConfig) -> list[Fold]:
 
 
 def find_scales(
-    folds: Iterable[Fold],
-    read: Callable[[str], Tensor],
-    scheme_for: SchemeFor,
-    grams: Mapping[str, Tensor],
+    folds: Iterable[Fold], read: Callable[[str], Tensor], scheme_for: SchemeFor, grams: Mapping[str, Tensor]
 ) -> ChannelScales:
     """Search the scales of all folds whose consumers have Gram matrices. read: returns a tensor by its name."""
     scales = ChannelScales()

@@ -153,10 +153,7 @@ def _nearest_e2m1(scaled: Tensor) -> Tensor:
 
 def _plain_parts(dtype: torch.dtype, scale: str) -> Callable[[Coded, Scheme], Parts]:
     """scale: suffix of the scales' name."""
-    return lambda coded, scheme: {
-        "weight": coded.numbers_OI.to(dtype),
-        scale: coded.scales_OG[:: scheme.format.rows],
-    }
+    return lambda coded, scheme: {"weight": coded.numbers_OI.to(dtype), scale: coded.scales_OG[:: scheme.format.rows]}
 
 
 def _int4_parts(coded: Coded, scheme: Scheme) -> Parts:

@@ -103,11 +103,7 @@ def verify(
 
 
 def choices_of(
-    draft: Draft,
-    sequence: Sequence,
-    chosen: Iterator[Chosen | None],
-    sampler: Sampler[Logits],
-    logits: Logits,
+    draft: Draft, sequence: Sequence, chosen: Iterator[Chosen | None], sampler: Sampler[Logits], logits: Logits
 ) -> Choose:
     """Return the choices of one row. chosen: the sampler's output of the step; the row's entries are consumed."""
     first, row = next(chosen), sequence.sampling_row

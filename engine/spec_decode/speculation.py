@@ -295,8 +295,5 @@ class Drafting:
         if not plain_s:
             return FREE
         return StepCost(
-            plain=plain_s,
-            token=timing.token_s * _MARGIN,
-            num_tokens=num_tokens,
-            factors=self._times.draft_factors,
+            plain=plain_s, token=timing.token_s * _MARGIN, num_tokens=num_tokens, factors=self._times.draft_factors
         )

@@ -165,10 +165,7 @@ FAMILIES = (
         _minimax_m2,
         {"head_dim": 128, "rope_theta": 5e6, "num_key_value_heads": 8}
         | {"num_local_experts": 256, "num_experts_per_tok": 8, "max_position_embeddings": 196608},
-        (
-            *_MIXTRAL_EXPERTS,
-            Stored(r"block_sparse_moe\.e_score_correction_bias", "mlp.gate.e_score_correction_bias"),
-        ),
+        (*_MIXTRAL_EXPERTS, Stored(r"block_sparse_moe\.e_score_correction_bias", "mlp.gate.e_score_correction_bias")),
     ),
     Family(
         "GptOssForCausalLM",

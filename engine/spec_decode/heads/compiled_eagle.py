@@ -80,11 +80,7 @@ class CompiledEagle:
         heads, attended, x, gate_up = self._heads_CND, self._attended_CHD, self._x_CE, self._gate_up_CI
         self._fuse = Program(kernels, [*products(parts.fuse, self._hidden_CW, self._fused_CE)])
         self._put = Program(
-            kernels,
-            [
-                *self._entry(parts, parts.kv, self._kv_CMD),
-                rotary_call(pool, attention, self._kv_CMD),
-            ],
+            kernels, [*self._entry(parts, parts.kv, self._kv_CMD), rotary_call(pool, attention, self._kv_CMD)]
         )
         self._draft = Program(
             kernels,
