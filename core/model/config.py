@@ -32,30 +32,18 @@ _BESIDE_TEXT = ("tie_word_embeddings", "quantization_config", "compression_confi
 # reject them, unless the value is neutral; see Settings.unread_effects.
 _CHANGES_NUMBERS = (
     # attention
-    *(
-        "attn_logit_softcapping",
-        "attention_logit_cap",
-        "query_pre_attn_scalar",
-        "attention_multiplier",
-        "key_multiplier",
-    ),
-    *("attention_in_multiplier", "attention_out_multiplier", "attention_value_scale", "attn_temperature_tuning"),
-    *("clip_qkv", "alibi", "attention_chunk_size", "log_scaling_n_floor", "attn_output_gate", "use_attention_gate"),
-    *("gated_attn", "use_qk_norm", "qk_layernorm", "qk_norm", "attention_k_eq_v", "use_bidirectional_attention"),
+    *("attn_logit_softcapping", "attention_logit_cap", "query_pre_attn_scalar", "attention_multiplier"),
+    *("key_multiplier", "attention_in_multiplier", "attention_out_multiplier", "attention_value_scale"),
+    *("attn_temperature_tuning", "clip_qkv", "alibi", "attention_chunk_size", "log_scaling_n_floor"),
+    *("attn_output_gate", "use_attention_gate", "gated_attn", "use_qk_norm", "qk_layernorm", "qk_norm"),
+    *("attention_k_eq_v", "use_bidirectional_attention"),
     *("num_kv_shared_layers", "num_global_key_value_heads", "kv_lora_rank", "q_lora_rank", "o_lora_rank"),
     *("index_topk", "index_topk_freq", "index_topk_pattern", "indexer_types"),
     *("rotary_dim", "partial_rotary_factor", "no_rope_layers", "no_rope_layer_interval", "layer_rope_theta"),
     *("sliding_window_pattern", "full_attention_interval"),
     # residual stream, embeddings and logits
-    *(
-        "scale_depth",
-        "dim_model_base",
-        "residual_multiplier",
-        "residual_scale",
-        "use_parallel_residual",
-        "parallel_attn",
-    ),
-    *("use_sandwich_norm", "use_post_norm", "norm_after", "apply_residual_connection_post_layernorm"),
+    *("scale_depth", "dim_model_base", "residual_multiplier", "residual_scale", "use_parallel_residual"),
+    *("parallel_attn", "use_sandwich_norm", "use_post_norm", "norm_after", "apply_residual_connection_post_layernorm"),
     *("embedding_multiplier", "embedding_scale", "scale_emb", "scale_embedding", "rescale_embeddings", "mup_enabled"),
     *("hidden_size_per_layer_input", "altup_num_inputs", "laurel_rank"),
     *("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap", "logits_scaling", "logit_scale"),

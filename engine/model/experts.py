@@ -58,8 +58,6 @@ class SparseMLP:
     experts: Experts
     # None if the shared expert is part of `experts`.
     shared: SharedExpert | None
-    # True: the weights multiply the experts' inputs.
-    weighs_inputs: bool = False
     residual_scale: float = 1.0
     # Projections of the experts' inputs, and of their sum.
     latents: Latents | None = None
@@ -74,7 +72,12 @@ class SparseMLP:
         build_bank = ExpertSlots(lambda index: _read_expert(reader, config, layer, index, features))
         if reader.spreads_experts:
             experts: Experts = SpreadExperts(
-                build_bank, num_experts, parallel, redundant=reader.redundant_experts, turn=layer
+                build_bank,
+                num_experts,
+                parallel,
+                redundant=reader.redundant_experts,
+                turn=layer,
+                weighs_inputs=shape.weighs_inputs,
             )
         else:
             if (num_pieces := pieces_of_shared(reader, shape)) and not shape.weighs_inputs:
@@ -85,19 +88,18 @@ class SparseMLP:
                         reader, shape, f"{block}.gate", num_shared=num_pieces, shared_gate_1E=gate_1E
                     )
                     return cls(routing, SplitExperts(bank, parallel), None, residual_scale=config.residual_scale)
-            experts = SplitExperts(build_bank(range(num_experts)), parallel)
+            experts = SplitExperts(build_bank(range(num_experts)), parallel, shape.weighs_inputs)
         shared = None
         if shape.shared_size:
             shared = SharedExpert.read(reader, shape, block, config.activation)
         latents = Latents.read(reader, config, block) if shape.latent_size else None
         routing = Routing.read(reader, shape, f"{block}.gate")
-        return cls(routing, experts, shared, shape.weighs_inputs, config.residual_scale, latents)
+        return cls(routing, experts, shared, config.residual_scale, latents)
 
     def __call__(self, x: Residual, *, norm: RMSNorm | None) -> None:
         normed_TE = x.normed(norm)
         choices = self.routing(normed_TE)
-        compute = partial(_of_weighed_inputs, self.experts) if self.weighs_inputs else self.experts
-        compute = compute if self.latents is None else partial(self.latents, compute)
+        compute = self.experts if self.latents is None else partial(self.latents, self.experts)
         x.add(compute(normed_TE, choices), scale=self.residual_scale)
         if self.shared is not None:
             self.shared(normed_TE, x, scale=self.residual_scale)
@@ -108,18 +110,6 @@ class SparseMLP:
         is_fixed = isinstance(self.experts, SplitExperts) and self.experts.bank.is_fixed
         is_fixed = is_fixed and (self.latents is None or is_plain(self.latents.down, self.latents.up))
         return is_fixed and (self.shared is None or is_plain(self.shared.gate_up, self.shared.down))
-
-
-def _of_weighed_inputs(experts: Experts, x_TE: Tensor, choices: RoutedTokens) -> Tensor | ExpertSum:
-    """Compute the experts of inputs that are multiplied by the experts' weights, and sum them: (T, E)."""
-    if isinstance(experts, SplitExperts):
-        return experts.of_weighed_inputs(x_TE, choices)
-    weighed_TCE = (x_TE.unsqueeze(1) * choices.weights_TC.unsqueeze(-1)).to(x_TE.dtype)
-    num_tokens, num_choices = choices.chosen_TC.shape
-    ones = RoutedTokens(choices.chosen_TC.view(-1, 1), torch.ones_like(choices.weights_TC).view(-1, 1))
-    found = experts(weighed_TCE.flatten(0, 1), ones)
-    found_NE = found.total() if isinstance(found, ExpertSum) else found
-    return found_NE if num_choices == 1 else found_NE.view(num_tokens, num_choices, -1).sum(1)
 
 
 @dataclass(frozen=True)
@@ -175,16 +165,13 @@ class SplitExperts:
 
     bank: Bank
     parallel: TensorParallel
+    weighs_inputs: bool = False  # whether the weights multiply the experts' inputs (Llama 4)
 
     def __call__(self, x_TE: Tensor, choices: RoutedTokens) -> Tensor | ExpertSum:
-        share = ExpertSum(self.bank(x_TE, choices.chosen_TC, choices.tiles), choices.weights_TC)
-        return share if self.parallel.size == 1 else self.parallel.all_reduce(share.total())
-
-    def of_weighed_inputs(self, x_TE: Tensor, choices: RoutedTokens) -> Tensor | ExpertSum:
-        """Sum the experts of inputs that are multiplied by the experts' weights (Llama 4)."""
         weights_TC = choices.weights_TC
-        out_TCE = self.bank(x_TE, choices.chosen_TC, choices.tiles, input_weights_TC=weights_TC)
-        share = ExpertSum(out_TCE, torch.ones_like(weights_TC))
+        inputs_TC, outputs_TC = (weights_TC, torch.ones_like(weights_TC)) if self.weighs_inputs else (None, weights_TC)
+        out_TCE = self.bank(x_TE, choices.chosen_TC, choices.tiles, input_weights_TC=inputs_TC)
+        share = ExpertSum(out_TCE, outputs_TC)
         return share if self.parallel.size == 1 else self.parallel.all_reduce(share.total())
 
 
