@@ -10,7 +10,7 @@ beside tokenizer.json add tokens or mark some as special.
 from __future__ import annotations
 
 from base64 import b64decode
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -246,8 +246,9 @@ def _fix(model_dir: Path) -> str:
     )
 
 
-def _huggingface(path: Path) -> Tokenizer:
-    return Tokenizer.from_file(str(path))
-
-
-_READERS = {TOKENIZER: _huggingface, _TIKTOKEN: _tiktoken, TEKKEN: _tekken}  # in order of precedence
+# In order of precedence.
+_READERS: Mapping[str, Callable[[Path], Tokenizer]] = {
+    TOKENIZER: lambda path: Tokenizer.from_file(str(path)),
+    _TIKTOKEN: _tiktoken,
+    TEKKEN: _tekken,
+}

@@ -104,7 +104,8 @@ class CompiledLayers:
             return torch.empty(num_tokens, max(numbers_of_features), dtype=torch.bfloat16)
 
         layers, outputs = self._layers, [packed(_ends(layer)[1]) for layer in self._layers]
-        nets = [layer.mixer for layer in _recurrent(layers) if isinstance(layer.mixer, DeltaNet)]
+        mixers = (layer.mixer for layer in layers if isinstance(layer, RecurrentLayer))
+        nets = [mixer for mixer in mixers if isinstance(mixer, DeltaNet)]
         self._x_CE, self._update_CE = (room(output.num_outputs for output in outputs) for _ in range(2))
         # Layers may differ in their numbers of heads and features.
         self._projected_CI = room(packed(_ends(layer)[0]).num_outputs for layer in layers)
@@ -241,10 +242,6 @@ def _has_kernels(layer: RecurrentLayer) -> bool:
 def _leading(room_CI: Tensor, num_features: int) -> Tensor:
     """Return the start of a buffer as dense rows of fewer features."""
     return room_CI.flatten()[: len(room_CI) * num_features].view(-1, num_features)
-
-
-def _recurrent(layers: Iterable[AnyLayer]) -> list[RecurrentLayer]:
-    return [layer for layer in layers if isinstance(layer, RecurrentLayer)]
 
 
 def _ends(layer: AnyLayer) -> tuple[Linear, RowParallelLinear]:

@@ -93,8 +93,10 @@ class DecoderLayer:
         """Write the tokens' keys and values to the pool. Returns the queries (T, H, D), and behind them their gates."""
         heads_TND = self._heads(x)
         if self.has_gates:
-            q_THD, gates_THD, kv_TND = self._without_gates(heads_TND)
-            return torch.cat((heads.store(self.attention, torch.cat((q_THD, kv_TND), dim=1)), gates_THD), dim=1)
+            # Queries and gates alternate.
+            pairs_TND, kv_TND = heads_TND.tensor_split((2 * self.num_q_heads,), dim=1)
+            q_THD = heads.store(self.attention, torch.cat((pairs_TND[:, ::2], kv_TND), dim=1))
+            return torch.cat((q_THD, pairs_TND[:, 1::2]), dim=1)
         if self.values_are_keys:
             heads_TND = torch.cat((heads_TND, heads_TND[:, self.num_q_heads :]), dim=1)
         return heads.store(self.attention, heads_TND)
@@ -138,11 +140,6 @@ class DecoderLayer:
         has_norms = self.input_norm is not None and self.mlp_norm is not None
         has_usual_heads = not (self.values_are_keys or self.scales_queries)
         return has_norms and has_usual_heads and self.residual_scale == 1 and all(part is None for part in extras)
-
-    def _without_gates(self, heads_TND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the queries and their gates (T, H, D), which alternate, and the other heads."""
-        pairs_TND, kv_TND = heads_TND.tensor_split((2 * self.num_q_heads,), dim=1)
-        return pairs_TND[:, ::2], pairs_TND[:, 1::2], kv_TND
 
     def _heads(self, x: Residual) -> Tensor:
         """Project the tokens: queries, then keys, then values (T, N, D), not yet rotated."""

@@ -159,20 +159,16 @@ def _lfm2(settings: Settings) -> Fields:
 
 
 def _qwen3_next(settings: Settings) -> Fields:
-    return with_qwen_experts(settings, _qwen_hybrid(settings, is_fused=True))
-
-
-def _qwen3_5(settings: Settings) -> Fields:
-    return _qwen_hybrid(settings, is_fused=False)
+    return with_qwen_experts(settings, _qwen3_5(settings, is_fused=True))
 
 
 def _qwen3_5_moe(settings: Settings) -> Fields:
     # Every layer has experts, whose weights are normalized whatever the file says.
     settings = settings.replaced(norm_topk_prob=True, intermediate_size=settings.count("moe_intermediate_size"))
-    return with_qwen_experts(settings, _qwen_hybrid(settings, is_fused=False))
+    return with_qwen_experts(settings, _qwen3_5(settings))
 
 
-def _qwen_hybrid(settings: Settings, *, is_fused: bool) -> Fields:
+def _qwen3_5(settings: Settings, *, is_fused: bool = False) -> Fields:
     """Read Gated DeltaNet in most layers, gated attention in the others. is_fused: see DeltaNetShape."""
     fields = with_rope(settings, common(settings), can_be_partial=True)
     key = "mtp_num_hidden_layers" if "mtp_num_hidden_layers" in settings else "num_nextn_predict_layers"

@@ -11,13 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import torch.nn.functional as F
-from torch import Tensor
 
 from core.model.draft_heads import HeadsConfig
 from core.model.shape import ModelConfig
 from engine.batch.batch import Batch
 from engine.kv.pool import KVPool
-from engine.layers.layers import Linear
 from engine.model.aux_hidden_states import AuxHiddenStates
 from engine.runner import streams
 from engine.spec_decode.heads.features import Features, continuable
@@ -75,15 +73,12 @@ class Medusa(DraftHeads):
         known, last_RE = self.features.before(rows)
         if not known:
             return
-        x_RE = self._room.model.normed(last_RE)
+        normed_RE = self._room.model.normed(last_RE)
         for place, (residuals, projection) in enumerate(self._heads[:max_tokens]):
-            choose(HeadLogits(projection(_through(residuals, x_RE)).float()), known, place)
-
-
-def _through(residuals: Sequence[Linear], x_RE: Tensor) -> Tensor:
-    for linear in residuals:
-        x_RE = x_RE + F.silu(linear(x_RE))
-    return x_RE
+            x_RE = normed_RE
+            for linear in residuals:
+                x_RE = x_RE + F.silu(linear(x_RE))
+            choose(HeadLogits(projection(x_RE).float()), known, place)
 
 
 _OLD = "{i}.{j}.linear", "{i}.{n}"  # names in checkpoints of Medusa's own repository
