@@ -16,8 +16,7 @@ from torch import Tensor
 from core.model.weight_formats import INSTEAD
 from core.types.errors import SpecError
 from engine.weights.checkpoint import FLOATS
-from engine.weights.packing import AWQ_ORDER, fast_codes, fast_zeros, marlin_codes, marlin_scales
-from engine.weights.quantized_weight import E2M1_LEVELS
+from engine.weights.quantized_weight import AWQ_ORDER, E2M1_LEVELS, fast_codes, fast_zeros, marlin_codes, marlin_scales
 
 _DTYPES = {
     "float": FLOATS,

@@ -31,8 +31,14 @@ from engine.weights.formats import (
     kind_of,
     stored_format,
 )
-from engine.weights.packing import unpack
-from engine.weights.quantized_weight import GroupedWeight, QuantizedWeight, ScaledColumns, is_special, pack_4_bits
+from engine.weights.quantized_weight import (
+    GroupedWeight,
+    QuantizedWeight,
+    ScaledColumns,
+    is_special,
+    pack_4_bits,
+    unpack,
+)
 
 # O outputs, I inputs, G groups of inputs
 
