@@ -151,4 +151,4 @@ def expected_tensors(config: ModelConfig, index: int) -> Mapping[str, Shape]:
         tensors |= (latent_layer if config.latent else decoder_layer).expected_tensors(config, index)
     else:
         tensors[f"{prefix}.input_layernorm.weight"] = (hidden,)
-    return tensors | experts.expected_tensors(config, index) if layer.has_mlp else tensors
+    return {**tensors, **(experts.expected_tensors(config, index) if layer.has_mlp else {})}
