@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Seq
 from functools import partial
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 from core.types.request import DraftTally
 from core.types.step_timing import StepTiming
@@ -58,30 +58,21 @@ class Speculation:
         cls,
         method: str,
         *,
-        max_tokens: int,
-        vocab_size: int,
         models: Mapping[str, ModelProposer] = MappingProxyType({}),
         corpus: Corpus | None = None,
-        backs_off: bool = True,
-        clock: Callable[[], float] = time.perf_counter,
+        **settings: Any,
     ) -> Speculation:
         """method: `ngram`, `suffix`, a key of `models`, or `auto` for `suffix` and all models.
 
-        `ngram` is `suffix` without finished answers. corpus: None for a new one.
+        `ngram` is `suffix` without finished answers. corpus: None for a new one. settings: the other arguments.
         """
         lookups: dict[str, Proposer] = {}
         if method == "ngram":
             lookups[method] = Suffix()
         elif method in ("suffix", "auto"):
             lookups["suffix"] = Suffix(corpus or Corpus())
-        return cls(
-            lookups,
-            models={name: proposer for name, proposer in models.items() if method in (name, "auto")},
-            max_tokens=max_tokens,
-            vocab_size=vocab_size,
-            backs_off=backs_off,
-            clock=clock,
-        )
+        chosen = {name: proposer for name, proposer in models.items() if method in (name, "auto")}
+        return cls(lookups, models=chosen, **settings)
 
     def draft(
         self, rows: Seq[Sequence], cost_of: Callable[[], StepCost], *, max_tokens: int, blocks: BlockManager
