@@ -11,7 +11,7 @@ cut into that many pieces, which follow the others in the bank and are chosen by
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -29,7 +29,7 @@ from engine.layers.residual import Residual
 from engine.layers.shards import ShardReader
 from engine.model.expert_bank import Bank, Expert, ExpertList, ExpertSlots
 from engine.model.expert_parallel import Experts, SpreadExperts
-from engine.model.gated_mlp import GatedMLP
+from engine.model.gated_mlp import GatedMLP, mlp_tensors
 from engine.model.gated_mlp import expected_tensors as expected_dense_tensors
 from engine.model.norms import read_norm
 from engine.runner.parallel import TensorParallel
@@ -240,7 +240,7 @@ def expected_tensors(config: ModelConfig, layer: int) -> Mapping[str, Shape]:
     width, matrices = shape.latent_size or hidden, config.activation.input_matrices
     for index in range(shape.num_experts):
         name = f"{block}.experts.{index}"
-        tensors |= _matrices(name, matrices, width, shape.intermediate_size, has_bias=shape.has_bias)
+        tensors |= mlp_tensors(name, matrices, width, shape.intermediate_size, has_bias=shape.has_bias)
     if shape.latent_size:
         tensors[f"{block}.{_TO_LATENT}.weight"] = (width, hidden)
         tensors[f"{block}.{_FROM_LATENT}.weight"] = (hidden, width)
@@ -252,17 +252,10 @@ def expected_tensors(config: ModelConfig, layer: int) -> Mapping[str, Shape]:
         tensors[f"{block}.gate.per_expert_scale"] = (shape.num_experts,)
     if shape.shared_size:
         shared = f"{block}.{_shared_name(shape)}"
-        tensors |= _matrices(shared, matrices, hidden, shape.shared_size, has_bias=False)
+        tensors |= mlp_tensors(shared, matrices, hidden, shape.shared_size, has_bias=False)
         if shape.has_shared_gate:
             tensors[f"{shared}_gate.weight"] = (1, hidden)
     return tensors
-
-
-def _matrices(name: str, inputs: Sequence[str], width: int, features: int, *, has_bias: bool) -> dict[str, Shape]:
-    """Return the tensors of one expert. inputs: names of the matrices that its input, of this width, goes into."""
-    shapes = dict.fromkeys(inputs, (features, width)) | {"down_proj": (width, features)}
-    tensors: dict[str, Shape] = {f"{name}.{matrix}.weight": shape for matrix, shape in shapes.items()}
-    return tensors | ({f"{name}.{matrix}.bias": shape[:1] for matrix, shape in shapes.items()} if has_bias else {})
 
 
 def _shared_name(config: ExpertsConfig) -> str:

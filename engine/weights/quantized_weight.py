@@ -60,20 +60,6 @@ class GroupedWeight:
     factors_O: Tensor | None = None
     activations: torch.dtype | None = None
 
-    @classmethod
-    def of_4_bits(
-        cls,
-        codes_OI: Tensor,
-        scales_OG: Tensor,
-        zeros_OG: Tensor | None,
-        group_I: Tensor,
-        *,
-        levels: Tensor | None = None,
-        factors_O: Tensor | None = None,
-    ) -> GroupedWeight:
-        """Pack 4-bit codes. codes: (O, I), each in 0..15."""
-        return cls(pack_4_bits(codes_OI), scales_OG, zeros_OG, group_I, levels, factors_O)
-
     @property
     def shape(self) -> tuple[int, int]:
         return self.codes.shape[0], len(self.group_I)

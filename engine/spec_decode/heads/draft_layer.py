@@ -26,7 +26,7 @@ from engine.kv.pool import KVPool
 from engine.layers.layers import Linear, RMSNorm, RowParallelLinear
 from engine.layers.residual import Residual
 from engine.layers.shards import ShardReader
-from engine.model.gated_mlp import GatedMLP
+from engine.model.gated_mlp import GatedMLP, mlp_tensors
 from engine.runner import streams
 from engine.spec_decode.heads.deferred_kv import Entries
 from engine.weights.checkpoint import Shape
@@ -166,7 +166,7 @@ def heads_of(kernels: Kernels | None, batch: Batch, pool: KVPool, angles: Angles
 
 def expected_tensors(shape: ModelConfig, prefix: str, *, entry_size: int) -> Mapping[str, Shape]:
     """Return the shapes of the block's tensors. entry_size: width of an entry."""
-    hidden, features = shape.hidden_size, shape.intermediate_size
+    hidden = shape.hidden_size
     q_size, kv_size = shape.num_q_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     layer: dict[str, Shape] = {
         "post_attention_layernorm.weight": (hidden,),
@@ -174,8 +174,6 @@ def expected_tensors(shape: ModelConfig, prefix: str, *, entry_size: int) -> Map
         "self_attn.k_proj.weight": (kv_size, entry_size),
         "self_attn.v_proj.weight": (kv_size, entry_size),
         "self_attn.o_proj.weight": (hidden, q_size),
-        "mlp.gate_proj.weight": (features, hidden),
-        "mlp.up_proj.weight": (features, hidden),
-        "mlp.down_proj.weight": (hidden, features),
+        **mlp_tensors("mlp", ("gate_proj", "up_proj"), hidden, shape.intermediate_size, has_bias=False),
     }
     return {f"{prefix}.{name}": size for name, size in layer.items()}
