@@ -80,9 +80,16 @@ def open_checkpoint(model_dir: Path) -> Checkpoint:
     return plain
 
 
-def is_quantized(model_dir: Path) -> bool:
-    """Return True if a model directory's matrices may be quantized."""
-    return (model_dir / TABLE).exists() or bool(quantization_config(model_dir))
+def open_model(model_dir: Path, config: ModelConfig) -> Checkpoint:
+    """Open the weights of a model directory under the names that the model reads. Raises SpecError."""
+    checkpoint = open_checkpoint(model_dir)
+    if (model_dir / TABLE).exists():
+        return checkpoint
+    raw = read_config(model_dir)
+    own = stored_tensors(is_latent=config.latent is not None) if has_own_format(model_dir) else ()
+    stored = (*own, *family_of(raw).stored)
+    renamed = RenamedCheckpoint(checkpoint, config, stored, is_nested="text_config" in raw)
+    return renamed if renamed.is_needed else checkpoint
 
 
 @dataclass(frozen=True)
@@ -105,18 +112,6 @@ class _Source:
             heads = torch.arange(num_rows).view(-1, self.rotary_dim // 2, 2)
             return heads.transpose(1, 2).flatten()
         return None if self.step == 1 else torch.arange(self.first, num_rows, self.step)
-
-
-def open_model(model_dir: Path, config: ModelConfig) -> Checkpoint:
-    """Open the weights of a model directory under the names that the model reads. Raises SpecError."""
-    checkpoint = open_checkpoint(model_dir)
-    if (model_dir / TABLE).exists():
-        return checkpoint
-    raw = read_config(model_dir)
-    own = stored_tensors(is_latent=config.latent is not None) if has_own_format(model_dir) else ()
-    stored = (*own, *family_of(raw).stored)
-    renamed = RenamedCheckpoint(checkpoint, config, stored, is_nested="text_config" in raw)
-    return renamed if renamed.is_needed else checkpoint
 
 
 class RenamedCheckpoint:
