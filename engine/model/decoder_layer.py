@@ -20,7 +20,7 @@ from engine.layers.shards import ShardReader
 from engine.model.experts import MLP, read_mlp
 from engine.model.norms import ProjectionNorm, mlp_norms, read_norm
 from engine.model.per_layer_embeddings import PerLayerInput
-from engine.weights.checkpoint import Shape
+from engine.weights.checkpoint import Shape, expected_matrices
 
 # T tokens of the step, H query heads and K kv heads of this rank, D head_dim, N = H + 2 K
 
@@ -166,12 +166,9 @@ def expected_tensors(config: ModelConfig, index: int) -> Mapping[str, Shape]:
             if name in sizes:
                 norms[f"self_attn.{name[0]}_norm"] = (dim if config.qk_norm == "head" else sizes[name],)
     tensors = {f"{prefix}.{name}.weight": shape for name, shape in norms.items()}
-    shapes = {name: ((size, hidden), config.has_qkv_bias) for name, size in sizes.items()}
-    shapes["o_proj"] = ((hidden, config.num_q_heads * dim), config.has_output_bias)
-    for name, (shape, has_bias) in shapes.items():
-        tensors[f"{prefix}.self_attn.{name}.weight"] = shape
-        if has_bias:
-            tensors[f"{prefix}.self_attn.{name}.bias"] = shape[:1]
+    matrices = {name: ((size, hidden), config.has_qkv_bias) for name, size in sizes.items()}
+    matrices["o_proj"] = ((hidden, config.num_q_heads * dim), config.has_output_bias)
+    tensors |= expected_matrices(f"{prefix}.self_attn", matrices)
     if config.has_layer_scales:
         tensors[f"{prefix}.layer_scalar"] = (1,)
     if config.has_sinks:

@@ -11,7 +11,7 @@ from engine.layers.layers import Linear, RMSNorm, RowParallelLinear, is_plain
 from engine.layers.residual import Residual
 from engine.layers.shards import ShardReader
 from engine.model.norms import mlp_norms, read_norm
-from engine.weights.checkpoint import Shape
+from engine.weights.checkpoint import Shape, expected_matrices
 
 
 @dataclass(frozen=True)
@@ -68,5 +68,4 @@ def expected_tensors(config: ModelConfig, layer: int) -> Mapping[str, Shape]:
 def mlp_tensors(name: str, inputs: Sequence[str], width: int, features: int, *, has_bias: bool) -> dict[str, Shape]:
     """Return the tensors of an MLP or expert. inputs: names of the matrices that multiply its input, of this width."""
     shapes = dict.fromkeys(inputs, (features, width)) | {"down_proj": (width, features)}
-    tensors: dict[str, Shape] = {f"{name}.{matrix}.weight": shape for matrix, shape in shapes.items()}
-    return tensors | ({f"{name}.{matrix}.bias": shape[:1] for matrix, shape in shapes.items()} if has_bias else {})
+    return expected_matrices(name, {matrix: (shape, has_bias) for matrix, shape in shapes.items()})

@@ -17,7 +17,7 @@ from engine.layers.layers import Linear, RMSNorm, RowParallelLinear, is_plain
 from engine.layers.residual import Residual
 from engine.layers.shards import ShardReader
 from engine.model.experts import MLP, read_mlp
-from engine.weights.checkpoint import Shape, Span
+from engine.weights.checkpoint import Shape, Span, expected_matrices
 
 # T tokens, E hidden_size, H query heads of this rank, D head_dim of queries, C latent_dim, J numbers of a row,
 # N nope_dim, W value_dim, O numbers of a short query, G index heads, I numbers of an index key
@@ -177,39 +177,34 @@ def expected_tensors(config: ModelConfig, layer: int) -> Mapping[str, Shape]:
     """Return the tensors of one layer, without its MLP."""
     assert config.latent is not None
     hidden, latent, heads = config.hidden_size, config.latent, config.num_q_heads
-    attention: dict[str, Shape] = {
-        "kv_a_proj_with_mqa.weight": (config.kv_dim, hidden),
-        "kv_a_layernorm.weight": (latent.latent_dim,),
-        "kv_b_proj.weight": (heads * (latent.nope_dim + latent.value_dim), latent.latent_dim),
-        "o_proj.weight": (hidden, heads * latent.value_dim),
+    prefix, has_bias, query_dim = f"model.layers.{layer}", config.has_qkv_bias, latent.query_dim
+    attention, query_size = f"{prefix}.self_attn", heads * config.head_dim
+    matrices: dict[str, tuple[Shape, bool]] = {
+        "kv_a_proj_with_mqa": ((config.kv_dim, hidden), has_bias),
+        "kv_b_proj": ((heads * (latent.nope_dim + latent.value_dim), latent.latent_dim), False),
+        "o_proj": ((hidden, heads * latent.value_dim), config.has_output_bias),
     }
-    if latent.query_dim:
-        attention |= {
-            "q_a_proj.weight": (latent.query_dim, hidden),
-            "q_a_layernorm.weight": (latent.query_dim,),
-            "q_b_proj.weight": (heads * config.head_dim, latent.query_dim),
-        }
+    norms: dict[str, Shape] = {
+        f"{prefix}.{name}": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")
+    }
+    norms[f"{attention}.kv_a_layernorm"] = (latent.latent_dim,)
+    if query_dim:
+        matrices |= {"q_a_proj": ((query_dim, hidden), has_bias), "q_b_proj": ((query_size, query_dim), False)}
+        norms[f"{attention}.q_a_layernorm"] = (query_dim,)
     else:
-        attention["q_proj.weight"] = (heads * config.head_dim, hidden)
-    if config.has_qkv_bias:
-        attention["kv_a_proj_with_mqa.bias"] = (config.kv_dim,)
-        if latent.query_dim:
-            attention["q_a_proj.bias"] = (latent.query_dim,)
-    if config.has_output_bias:
-        attention["o_proj.bias"] = (hidden,)
+        matrices["q_proj"] = ((query_size, hidden), False)
+    tensors = {f"{name}.weight": shape for name, shape in norms.items()} | expected_matrices(attention, matrices)
     if config.layers[layer].has_indexer:
-        assert latent.index is not None and latent.query_dim is not None
+        assert latent.index is not None and query_dim is not None
         index = latent.index
-        attention |= {
-            "indexer.wq_b.weight": (index.num_heads * index.head_dim, latent.query_dim),
-            "indexer.wk.weight": (index.head_dim, hidden),
-            "indexer.k_norm.weight": (index.head_dim,),
-            "indexer.k_norm.bias": (index.head_dim,),
-            "indexer.weights_proj.weight": (index.num_heads, hidden),
+        matrices = {
+            "wq_b": ((index.num_heads * index.head_dim, query_dim), False),
+            "wk": ((index.head_dim, hidden), False),
+            "k_norm": ((index.head_dim,), True),
+            "weights_proj": ((index.num_heads, hidden), False),
         }
-    prefix = f"model.layers.{layer}"
-    norms = {f"{prefix}.{name}.weight": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")}
-    return norms | {f"{prefix}.self_attn.{name}": shape for name, shape in attention.items()}
+        tensors |= expected_matrices(f"{attention}.indexer", matrices)
+    return tensors
 
 
 def _read_down(reader: ShardReader, config: ModelConfig, attention: str, q_rows: Span) -> Linear:

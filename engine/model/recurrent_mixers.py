@@ -29,7 +29,7 @@ from engine.layers.layers import Linear, RMSNorm, RowParallelLinear, is_plain
 from engine.layers.residual import Residual
 from engine.layers.shards import ShardReader
 from engine.runner.parallel import TensorParallel
-from engine.weights.checkpoint import Shape, Span
+from engine.weights.checkpoint import Shape, Span, expected_matrices
 
 # T tokens, C channels of the convolution, W its width, H value heads, V features of a head's values, I features of all
 # heads, G groups of this rank, D features of a group
@@ -202,22 +202,15 @@ class Mamba:
     @staticmethod
     def expected_tensors(shape: MambaShape, name: str) -> Mapping[str, Shape]:
         """Return the tensors of one layer's mixer."""
-        hidden, heads = shape.hidden_size, shape.num_heads
+        hidden, heads, has_bias = shape.hidden_size, shape.num_heads, shape.has_bias
         size, channels = heads * shape.head_dim, shape.conv_channels()
-        tensors: dict[str, Shape] = {
-            "in_proj.weight": (size + channels + heads, hidden),
-            "conv1d.weight": (channels, 1, shape.conv_width),
-            "A_log": (heads,),
-            "D": (heads,),
-            "dt_bias": (heads,),
-            "norm.weight": (size,),
-            "out_proj.weight": (hidden, size),
+        matrices: dict[str, tuple[Shape, bool]] = {
+            "in_proj": ((size + channels + heads, hidden), has_bias),
+            "conv1d": ((channels, 1, shape.conv_width), shape.has_conv_bias),
+            "norm": ((size,), False),
+            "out_proj": ((hidden, size), has_bias),
         }
-        if shape.has_conv_bias:
-            tensors["conv1d.bias"] = (channels,)
-        if shape.has_bias:
-            tensors |= {"in_proj.bias": (size + channels + heads,), "out_proj.bias": (hidden,)}
-        return {f"{name}.{tensor}": sizes for tensor, sizes in tensors.items()}
+        return expected_matrices(name, matrices) | {f"{name}.{part}": (heads,) for part in ("A_log", "D", "dt_bias")}
 
 
 @dataclass(frozen=True)
@@ -308,15 +301,13 @@ class ShortConv:
     @staticmethod
     def expected_tensors(shape: ShortConvShape, name: str) -> Mapping[str, Shape]:
         """Return the tensors of one layer's convolution."""
-        hidden = shape.hidden_size
-        tensors: dict[str, Shape] = {
-            "in_proj.weight": (3 * hidden, hidden),
-            "conv.weight": (hidden, 1, shape.conv_width),
-            "out_proj.weight": (hidden, hidden),
+        hidden, has_bias = shape.hidden_size, shape.has_bias
+        matrices: dict[str, tuple[Shape, bool]] = {
+            "in_proj": ((3 * hidden, hidden), has_bias),
+            "conv": ((hidden, 1, shape.conv_width), has_bias),
+            "out_proj": ((hidden, hidden), has_bias),
         }
-        if shape.has_bias:
-            tensors |= {"in_proj.bias": (3 * hidden,), "conv.bias": (hidden,), "out_proj.bias": (hidden,)}
-        return {f"{name}.{tensor}": sizes for tensor, sizes in tensors.items()}
+        return expected_matrices(name, matrices)
 
 
 def _rows(units: Span, size: int, *, after: int = 0) -> Span:

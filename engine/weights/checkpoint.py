@@ -103,6 +103,12 @@ def check_tensors(
         logger.warning("not part of the model, and not read: tensors %s", listed(outside))
 
 
+def expected_matrices(prefix: str, matrices: Mapping[str, tuple[Shape, bool]]) -> dict[str, Shape]:
+    """Return the tensors of matrices, by name the shape and whether there is a bias."""
+    tensors: dict[str, Shape] = {f"{prefix}.{name}.weight": shape for name, (shape, _) in matrices.items()}
+    return tensors | {f"{prefix}.{name}.bias": shape[:1] for name, (shape, has_bias) in matrices.items() if has_bias}
+
+
 def _owner(name: str) -> str:
     """Return the prefix of a tensor's layer, or of its module outside layers."""
     match = _LAYER.match(name)
