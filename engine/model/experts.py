@@ -33,7 +33,7 @@ from engine.model.gated_mlp import GatedMLP, mlp_tensors
 from engine.model.gated_mlp import expected_tensors as expected_dense_tensors
 from engine.model.norms import read_norm
 from engine.runner.parallel import TensorParallel
-from engine.weights.checkpoint import Shape, Span
+from engine.weights.checkpoint import Shape, Span, expected_matrices
 
 # T tokens, E hidden_size, I features of the shared expert, C experts per token, X experts to choose from, L logits: X,
 # plus one if shared experts are weighed
@@ -236,26 +236,23 @@ def expected_tensors(config: ModelConfig, layer: int) -> Mapping[str, Shape]:
         tensors |= expected_dense_tensors(config, layer)
         tensors |= {f"model.layers.{layer}.{name}.weight": (hidden,) for name in _NORMS_BESIDE}
         tensors[f"{block}.gate.scale"] = (hidden,)
-    tensors[f"{block}.gate.weight"] = (shape.num_experts, hidden)
-    width, matrices = shape.latent_size or hidden, config.activation.input_matrices
-    for index in range(shape.num_experts):
-        name = f"{block}.experts.{index}"
-        tensors |= mlp_tensors(name, matrices, width, shape.intermediate_size, has_bias=shape.has_bias)
+    width, inputs, num_experts = shape.latent_size or hidden, config.activation.input_matrices, shape.num_experts
+    matrices: dict[str, tuple[Shape, bool]] = {"gate": ((num_experts, hidden), shape.has_router_bias)}
     if shape.latent_size:
-        tensors[f"{block}.{_TO_LATENT}.weight"] = (width, hidden)
-        tensors[f"{block}.{_FROM_LATENT}.weight"] = (hidden, width)
-    if shape.has_correction_bias:
-        tensors[f"{block}.gate.e_score_correction_bias"] = (shape.num_experts,)
-    if shape.has_router_bias:
-        tensors[f"{block}.gate.bias"] = (shape.num_experts,)
-    if shape.has_expert_scales:
-        tensors[f"{block}.gate.per_expert_scale"] = (shape.num_experts,)
+        matrices |= {_TO_LATENT: ((width, hidden), False), _FROM_LATENT: ((hidden, width), False)}
     if shape.shared_size:
-        shared = f"{block}.{_shared_name(shape)}"
-        tensors |= mlp_tensors(shared, matrices, hidden, shape.shared_size, has_bias=False)
+        shared = _shared_name(shape)
+        tensors |= mlp_tensors(f"{block}.{shared}", inputs, hidden, shape.shared_size, has_bias=False)
         if shape.has_shared_gate:
-            tensors[f"{shared}_gate.weight"] = (1, hidden)
-    return tensors
+            matrices[f"{shared}_gate"] = ((1, hidden), False)
+    for index in range(num_experts):
+        name = f"{block}.experts.{index}"
+        tensors |= mlp_tensors(name, inputs, width, shape.intermediate_size, has_bias=shape.has_bias)
+    if shape.has_correction_bias:
+        tensors[f"{block}.gate.e_score_correction_bias"] = (num_experts,)
+    if shape.has_expert_scales:
+        tensors[f"{block}.gate.per_expert_scale"] = (num_experts,)
+    return tensors | expected_matrices(block, matrices)
 
 
 def _shared_name(config: ExpertsConfig) -> str:
