@@ -9,8 +9,7 @@ from core.model import source as model_source
 from core.model.draft_source import check_same_tokens, draft_source
 from core.spec.schema import Spec
 from engine.config import EngineConfig
-from engine.spec_decode.draft_models.draft_model import DraftModel, OwnLayers, bytes_of
-from engine.spec_decode.draft_models.head_proposer import HeadProposer
+from engine.spec_decode.draft_models.draft_model import DraftModel, HeadProposer, OwnLayers, bytes_of
 from engine.spec_decode.heads.head_row import Choose, HeadRow
 from engine.spec_decode.proposer import ModelProposer
 from worker.worker import EngineParts

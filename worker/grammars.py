@@ -6,8 +6,7 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
 from core.grammar.compiler import GrammarCompiler
-from core.grammar.mask import GrammarMask
-from core.grammar.thinking_mask import ThinkingMask
+from core.grammar.mask import GrammarMask, ThinkingMask
 from core.types.request import SequenceRequest
 
 

@@ -26,7 +26,7 @@ import gguf
 import typer
 from gguf import GGMLQuantizationType
 
-from core.model.gguf_table import read_table
+from core.model.gguf_file import read_table
 from core.model.source import resolve
 
 _SIDE_S = 600.0

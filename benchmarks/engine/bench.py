@@ -39,7 +39,8 @@ from engine.runner.runner import ModelRunner
 from engine.scheduler.step import Runner, ScheduledStep
 from engine.scheduler.step_commands import Orders
 from engine.tools.loaded_engines import MOST_STEPS, decoding_engine, prefilling_engine
-from engine.weights.open_checkpoint import is_quantized
+from engine.weights.checkpoint import SafetensorsCheckpoint
+from engine.weights.open_checkpoint import open_checkpoint
 
 _NUM_STEPS = MOST_STEPS  # of one decode measurement
 _NUM_TRIES = 3  # the best counts
@@ -129,7 +130,8 @@ class BandwidthReader:
 def _weight_bytes(runner: ModelRunner, model_dir: Path, weights: str) -> int | None:
     """Return the weight bytes that a step reads; None if they depend on the rows or on the checkpoint's format."""
     config = runner.config
-    if config.experts is not None or (weights == "auto" and is_quantized(model_dir)):
+    is_plain = weights != "auto" or isinstance(open_checkpoint(model_dir), SafetensorsCheckpoint)
+    if config.experts is not None or not is_plain:
         return None
     num_read = config.num_parameters
     if not config.tie_embeddings:

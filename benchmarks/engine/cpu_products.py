@@ -21,7 +21,7 @@ from engine.cpu.autotune import MeasuredWays
 from engine.cpu.library import load_kernels
 from engine.layers.layers import Matrix, TorchMatrix
 from engine.layers.packed_matrix import PackedMatrix
-from engine.weights.quantized_weight import E2M1_LEVELS, GroupedWeight
+from engine.weights.quantized_weight import E2M1_LEVELS, GroupedWeight, pack_4_bits
 
 _SIZE = 4096
 _ROWS = (1, 8, 32, 64, 512)
@@ -84,7 +84,7 @@ def _weights() -> dict[str, GroupedWeight]:
         scales_OG = torch.full((_SIZE, _SIZE // size), 0.25)
         scales_OG[0, 0] = 0.25 if dtype == torch.float8_e8m0fnu else 0.1875 if dtype != torch.float32 else 0.1
         zeros_OG = None if zero is None else torch.full_like(scales_OG, zero)
-        return GroupedWeight.of_4_bits(codes_OI, scales_OG.to(dtype), zeros_OG, group_I, levels=levels)
+        return GroupedWeight(pack_4_bits(codes_OI), scales_OG.to(dtype), zeros_OG, group_I, levels)
 
     def bytes_in(size: int, dtype: torch.dtype, scale: float) -> GroupedWeight:
         scales_OG = torch.full((_SIZE, _SIZE // size), scale)

@@ -24,8 +24,7 @@ from engine.runner.runner import ModelRunner
 from engine.sampling.sampler import sample
 from engine.scheduler.prompts import Prompt
 from engine.scheduler.sequence import Sequence
-from engine.spec_decode.draft_models.draft_model import DraftModel, OwnLayers
-from engine.spec_decode.draft_models.head_proposer import HeadProposer
+from engine.spec_decode.draft_models.draft_model import DraftModel, HeadProposer, OwnLayers
 from engine.spec_decode.proposer import ModelProposer
 from engine.spec_decode.speculation import Speculation
 from engine.spec_decode.suffix import Corpus, Scope

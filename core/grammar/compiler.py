@@ -19,10 +19,8 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 from numpy.typing import NDArray
 
-from core.grammar.mask import GrammarMask, bits_of
-from core.grammar.strict_schema import ESCAPES, exact, has_unwritten
-from core.grammar.thinking_mask import ThinkingMask
-from core.grammar.unsatisfiable_schema import is_endless
+from core.grammar.mask import GrammarMask, ThinkingMask, bits_of
+from core.grammar.strict_schema import ESCAPES, exact, has_unwritten, is_endless
 from core.model.tokenizer_file import open_tokenizer
 from core.types.constraints import SCHEMA_RULE, Grammar, GrammarKind
 from core.types.errors import RequestError

@@ -7,12 +7,10 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from core.model.config_file import config_file, read_config
+from core.model.config_file import PARAMS, config_file, own_names, read_config
 from core.model.families import FAMILIES
 from core.model.families.family import Family
-from core.model.json_file import one_line, read_object
-from core.model.mistral_params import PARAMS, own_names
-from core.model.settings import MOST, Settings
+from core.model.settings import MOST, Settings, one_line, read_object
 from core.model.shape import ModelConfig
 from core.model.weight_files import weight_files
 from core.model.weight_formats import check_method
@@ -22,7 +20,7 @@ _MOST_EXPERTS = 1 << 18  # of all layers; the largest published models have fewe
 _SAMPLES = 16  # samples per weight file in fingerprint()
 _SAMPLE_BYTES = 16 * 1024
 
-_BY_ARCHITECTURE = {name: family for family in FAMILIES for name in family.architectures}
+_BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES}
 _BY_MODEL_TYPE = {name: family for family in FAMILIES for name in family.model_types}
 SUPPORTED_ARCHITECTURES = tuple(_BY_ARCHITECTURE)
 
@@ -34,30 +32,18 @@ _BESIDE_TEXT = ("tie_word_embeddings", "quantization_config", "compression_confi
 # reject them, unless the value is neutral; see Settings.unread_effects.
 _CHANGES_NUMBERS = (
     # attention
-    *(
-        "attn_logit_softcapping",
-        "attention_logit_cap",
-        "query_pre_attn_scalar",
-        "attention_multiplier",
-        "key_multiplier",
-    ),
-    *("attention_in_multiplier", "attention_out_multiplier", "attention_value_scale", "attn_temperature_tuning"),
-    *("clip_qkv", "alibi", "attention_chunk_size", "log_scaling_n_floor", "attn_output_gate", "use_attention_gate"),
-    *("gated_attn", "use_qk_norm", "qk_layernorm", "qk_norm", "attention_k_eq_v", "use_bidirectional_attention"),
+    *("attn_logit_softcapping", "attention_logit_cap", "query_pre_attn_scalar", "attention_multiplier"),
+    *("key_multiplier", "attention_in_multiplier", "attention_out_multiplier", "attention_value_scale"),
+    *("attn_temperature_tuning", "clip_qkv", "alibi", "attention_chunk_size", "log_scaling_n_floor"),
+    *("attn_output_gate", "use_attention_gate", "gated_attn", "use_qk_norm", "qk_layernorm", "qk_norm"),
+    *("attention_k_eq_v", "use_bidirectional_attention"),
     *("num_kv_shared_layers", "num_global_key_value_heads", "kv_lora_rank", "q_lora_rank", "o_lora_rank"),
     *("index_topk", "index_topk_freq", "index_topk_pattern", "indexer_types"),
     *("rotary_dim", "partial_rotary_factor", "no_rope_layers", "no_rope_layer_interval", "layer_rope_theta"),
     *("sliding_window_pattern", "full_attention_interval"),
     # residual stream, embeddings and logits
-    *(
-        "scale_depth",
-        "dim_model_base",
-        "residual_multiplier",
-        "residual_scale",
-        "use_parallel_residual",
-        "parallel_attn",
-    ),
-    *("use_sandwich_norm", "use_post_norm", "norm_after", "apply_residual_connection_post_layernorm"),
+    *("scale_depth", "dim_model_base", "residual_multiplier", "residual_scale", "use_parallel_residual"),
+    *("parallel_attn", "use_sandwich_norm", "use_post_norm", "norm_after", "apply_residual_connection_post_layernorm"),
     *("embedding_multiplier", "embedding_scale", "scale_emb", "scale_embedding", "rescale_embeddings", "mup_enabled"),
     *("hidden_size_per_layer_input", "altup_num_inputs", "laurel_rank"),
     *("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap", "logits_scaling", "logit_scale"),
@@ -183,11 +169,11 @@ def _parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig
     fields = family.read(settings)
     for name, found in settings.unread_effects().items():
         if name in _CHANGES_NUMBERS:
-            raise SpecError(f"{name} {found!r} is not supported for {family.architectures[0]}, and changes its results")
+            raise SpecError(f"{name} {found!r} is not supported for {family.architecture}, and changes its results")
     ends = generation.get("eos_token_id")
     ends = token_ids(settings.get("eos_token_id") if ends is None else ends)
     dtype = settings.get("dtype") or settings.get("torch_dtype") or "float32"
-    model = ModelConfig(architecture=family.architectures[0], eos_token_ids=ends, dtype=dtype, **fields)
+    model = ModelConfig(architecture=family.architecture, eos_token_ids=ends, dtype=dtype, **fields)
     _check_layers(model)
     return model
 

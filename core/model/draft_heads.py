@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from core.model import config as model_config
-from core.model.json_file import read_object
+from core.model.settings import read_object
 from core.model.shape import ModelConfig
 from core.model.weight_files import locate_tensors, weight_files
 from core.types.errors import SpecError
@@ -209,11 +209,6 @@ def is_eagle1(directory: Path) -> bool:
     return bool(columns == 2 * rows)
 
 
-def predicts_further(directory: Path) -> bool:
-    """Return whether a model directory has MTP layers."""
-    return model_config.load(directory).num_further_layers > 0
-
-
 def _mtp(directory: Path, raw: Mapping[str, Any], model: ModelConfig) -> HeadsConfig:
     """Read the MTP layer after the model's last one. DeepSeek-V3, arXiv:2412.19437, section 2.2."""
     if model.architecture not in _WITH_FURTHER_LAYERS or not model.num_further_layers:
@@ -226,7 +221,8 @@ def _mtp(directory: Path, raw: Mapping[str, Any], model: ModelConfig) -> HeadsCo
         raise SpecError(f"{directory}: {_FURTHER} {model.num_further_layers} is not supported; supported: 1")
     last = next(layer for layer in reversed(model.layers) if layer.has_kv)
     # With sparse attention it chooses positions itself: no other layer does in its steps.
-    layers = [replace(last, is_sparse=model.experts is not None and last.has_mlp, has_indexer=_is_indexed(model))]
+    is_indexed = model.latent is not None and model.latent.index is not None
+    layers = [replace(last, is_sparse=model.experts is not None and last.has_mlp, has_indexer=is_indexed)]
     if not last.has_mlp:
         layers.append(next(layer for layer in reversed(model.layers) if layer.is_sparse))
     return HeadsConfig(
@@ -238,10 +234,6 @@ def _mtp(directory: Path, raw: Mapping[str, Any], model: ModelConfig) -> HeadsCo
         keeps_features=True,
         shape=replace(model, num_layers=model.num_layers + len(layers), layers=(*model.layers, *layers)),
     )
-
-
-def _is_indexed(model: ModelConfig) -> bool:
-    return model.latent is not None and model.latent.index is not None
 
 
 _READERS: Mapping[HeadsKind, Callable[[Path, Mapping[str, Any], ModelConfig], HeadsConfig]] = {

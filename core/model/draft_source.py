@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from core.model import config as model_config
 from core.model import source as model_source
-from core.model.draft_heads import HeadsKind, is_eagle1, predicts_further
-from core.model.json_file import read_object
+from core.model.draft_heads import HeadsKind, is_eagle1
+from core.model.settings import read_object
 from core.model.source import Progress
 from core.types.errors import SpecError
 from core.types.request import Role
@@ -38,7 +39,7 @@ def draft_source(spec: Spec, *, progress: Progress | None = None) -> DraftSource
     method, source = spec.speculation.method, spec.speculation.model
     if method == "mtp" or (method == "auto" and source == spec.model.source):
         own = model_source.resolve(spec.model.source, progress=progress)
-        if method == "mtp" or predicts_further(own):
+        if method == "mtp" or model_config.load(own).num_further_layers:
             return DraftSource("mtp", own)
     if source is None or method == "off":
         return None

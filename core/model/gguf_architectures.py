@@ -304,13 +304,10 @@ def _routed_experts(metadata: GGUFMetadata, config: Config) -> Config:
 
 _IN_LAYER: Mapping[str, str | tuple[str, ...]] = {
     "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
+    **{f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"},
     "attn_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
+    **{f"attn_{part}_norm": f"self_attn.{part}_norm" for part in "qk"},
     "attn_q_a": "self_attn.q_a_proj",
     "attn_q_a_norm": "self_attn.q_a_layernorm",
     "attn_q_b": "self_attn.q_b_proj",
@@ -323,10 +320,8 @@ _IN_LAYER: Mapping[str, str | tuple[str, ...]] = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate",
+    **{f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")},
     **{f"ffn_{part}_exps": f"mlp.experts.{{e}}.{part}_proj" for part in ("gate", "up", "down")},
     **{f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")},
 }

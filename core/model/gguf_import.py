@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from core.model.gguf_architectures import ARCHITECTURES, GGUFMetadata, read_config, rows_of, stored_names
-from core.model.gguf_file import GGUFHeader, GGUFTensor, read_header
-from core.model.gguf_table import GGML_TYPES, StoredTensor, type_name, write_table
+from core.model.gguf_file import GGML_TYPES, GGUFHeader, GGUFTensor, StoredTensor, read_header, type_name, write_table
 from core.model.gguf_tokenizer import adds_bos, build_tokenizer, end_token_ids, special_token, special_token_id
 from core.types.errors import SpecError
 

@@ -10,9 +10,10 @@ import logging
 import re
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
 from core.model.gguf_words import ADD_BOS, COMPOSED, WHOLE_WORDS_FIRST, WORDS
+from core.model.tokenizer_file import ranked_merges, split_to_bytes
 from core.types.errors import SpecError
 
 logger = logging.getLogger(__name__)
@@ -144,10 +145,7 @@ def _byte_level(metadata: dict[str, Any]) -> Tokenizer:
     tokenizer = _bpe(vocab=vocab, merges=merges, ignore_merges=pre in WHOLE_WORDS_FIRST)
     if pre in COMPOSED:
         tokenizer.normalizer = normalizers.NFC()
-    splits = [pre_tokenizers.Split(Regex(words), behavior="isolated") for words in WORDS[pre]]
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
-    tokenizer.decoder = decoders.ByteLevel()
+    split_to_bytes(tokenizer, WORDS[pre])
     return tokenizer
 
 
@@ -167,9 +165,12 @@ def _sentence_piece(metadata: dict[str, Any]) -> Tokenizer:
     tokens, scores = _tokens(metadata), metadata.get("tokenizer.ggml.scores")
     if scores is None or len(scores) != len(tokens):
         raise SpecError("the GGUF has no score for each token (tokenizer.ggml.scores)")
+    vocab = {token: index for index, token in enumerate(tokens)}
+    # SentencePiece joins the neighbours that form the token of the highest score.
+    ranks = zip(tokens, (-score for score in scores), strict=True)
     tokenizer = _bpe(
-        vocab={token: index for index, token in enumerate(tokens)},
-        merges=_merges_from_scores(tokens, scores),
+        vocab=vocab,
+        merges=ranked_merges(vocab, ranks),
         unk_token=special_token(metadata, "unknown"),
         fuse_unk=True,
         byte_fallback=True,
@@ -182,16 +183,3 @@ def _sentence_piece(metadata: dict[str, Any]) -> Tokenizer:
         tokenizer.normalizer = spaces
         tokenizer.decoder = decoders.Sequence([*decoded, decoders.Fuse()])
     return tokenizer
-
-
-def _merges_from_scores(tokens: list[str], scores: list[float]) -> list[tuple[str, str]]:
-    """Return ranked merges for SentencePiece, which joins the neighbours that form the token of the highest score:
-    each split of a token into two others is a merge, ranked by the token's score."""
-    index_of = {token: index for index, token in enumerate(tokens)}
-    merges: list[tuple[float, int, int, str, str]] = []
-    for token, score in zip(tokens, scores, strict=True):
-        for cut in range(1, len(token)):
-            left, right = token[:cut], token[cut:]
-            if left in index_of and right in index_of:
-                merges.append((-score, index_of[left], index_of[right], left, right))
-    return [(left, right) for *_, left, right in sorted(merges)]

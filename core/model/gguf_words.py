@@ -54,6 +54,10 @@ _SPACES = "|".join([r"\s*[\r\n]+", *(rf"\s{{{n}}}(?!\S)" for n in (512, 256, 128
 _JAIS2 = _LLAMA3.replace(r"\s*[\r\n]+|\s+(?!\S)|\s+", _SPACES)
 _IMAGE_TOKENS = ("<sentinel:[0-9]+>", "(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z", r"([\t\n]|    |  )")
 
+_LLAMA_NAMES = (
+    *("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
+    "jina-v5-nano",
+)
 _BY_WORDS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("default",), (_PUNCTUATION, _GPT2, r"\p{N}+", _THREE_DIGITS)),
     (
@@ -64,22 +68,10 @@ _BY_WORDS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
         ),
         (_GPT2,),
     ),
+    (("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2"), (r"\p{N}", _GPT2)),
+    ((*_LLAMA_NAMES, "dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), (_LLAMA3,)),
     (
-        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2"),
-        (r"\p{N}", _GPT2),
-    ),
-    (
-        (
-            *("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
-            *("jina-v5-nano", "dbrx", "smaug-bpe", "glm4", "chatglm-bpe"),
-        ),
-        (_LLAMA3,),
-    ),
-    (
-        (
-            *("qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez", "stablelm2", "hunyuan", "solar-open"),
-            "grok-2",
-        ),
+        ("qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez", "stablelm2", "hunyuan", "solar-open", "grok-2"),
         (_QWEN2,),
     ),
     (("qwen35",), (_QWEN35,)),
@@ -87,10 +79,7 @@ _BY_WORDS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("ufakzeka",), (_QWEN2.removeprefix(_CONTRACTIONS + "|"),)),
     (("minicpm5",), (r"\p{N}{1,3}", _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}+"))),
     (("jais-2",), (_JAIS2,)),
-    (
-        ("seed-coder",),
-        (_QWEN2.replace(r" ?[^\s\p{L}\p{N}]+[\r\n]*", r" ?[^\s\p{L}\p{N}\r\n]+"),),
-    ),
+    (("seed-coder",), (_QWEN2.replace(r" ?[^\s\p{L}\p{N}]+[\r\n]*", r" ?[^\s\p{L}\p{N}\r\n]+"),)),
     (
         ("bailingmoe", "bailingmoe2", "llada-moe"),
         (
@@ -113,16 +102,9 @@ _BY_WORDS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("deepseek-v3", "hunyuan-dense", "joyai-llm", "hy_v4"), (r"\p{N}{1,3}", _KANA, _DEEPSEEK3)),
     (
         ("spark2_5",),
-        (
-            *(r"\p{N}{1,3}", _KANA),
-            _DEEPSEEK3.replace(r"+[\r\n]*", "+").replace(r"\s*[\r\n]+", r"[\r\n]"),
-            r"\p{N}",
-        ),
+        (*(r"\p{N}{1,3}", _KANA), _DEEPSEEK3.replace(r"+[\r\n]*", "+").replace(r"\s*[\r\n]+", r"[\r\n]"), r"\p{N}"),
     ),
-    (
-        ("deepseek-llm",),
-        (r"[\r\n]", rf"\s?[{_CASED_LETTERS}]+", _PUNCTUATION_LLM, r"\s+$", _HAN, r"\p{N}+"),
-    ),
+    (("deepseek-llm",), (r"[\r\n]", rf"\s?[{_CASED_LETTERS}]+", _PUNCTUATION_LLM, r"\s+$", _HAN, r"\p{N}+")),
     (("deepseek-coder",), (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN, r"\p{N}")),
     (("falcon",), (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, _THREE_DIGITS)),
     (("poro-chat", "bloom", "gpt3-finnish"), (_BLOOM,)),
@@ -132,17 +114,6 @@ _BY_WORDS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
 )
 
 WORDS = {name: words for names, words in _BY_WORDS for name in names}
-_LLAMA_NAMES = (
-    "llama-bpe",
-    "llama3",
-    "llama-v3",
-    "falcon3",
-    "falcon-h1",
-    "pixtral",
-    "midm-2.0",
-    "lfm2",
-    "jina-v5-nano",
-)
 # Words in the vocabulary are not split further.
 WHOLE_WORDS_FIRST = frozenset((*_LLAMA_NAMES, "tekken", "minicpm5", "youtu", "granite-embed-multi-97m"))
 # A beginning-of-sequence token is added unless the file says otherwise.

@@ -237,10 +237,7 @@ class CacheShape:
         if not windows:
             return PoolSizes(max(0, memory_bytes // self.block_bytes), num_states)
         num_blocks, num_parts = windows.split(
-            memory_bytes,
-            block_bytes=self.block_bytes,
-            part_bytes=self.window_part_bytes,
-            max_running=max_running,
+            memory_bytes, block_bytes=self.block_bytes, part_bytes=self.window_part_bytes, max_running=max_running
         )
         return PoolSizes(num_blocks, num_states, num_parts)
 
@@ -289,7 +286,8 @@ class KVArithmetic:
     def cache(self) -> CacheShape:
         """Bytes on one rank. With more ranks than KV heads, heads are replicated."""
         layers = self.config.kv_layers + (self.heads.kv_layers if self.heads else ())
-        by_layer = [self._layer_bytes(self._dtype_of(layer), *shape) for layer, shape in enumerate(layers)]
+        dtypes = (self.activations if i in self.unquantized_layers else self.dtype for i in range(len(layers)))
+        by_layer = [self._layer_bytes(dtype, *shape) for dtype, shape in zip(dtypes, layers, strict=True)]
         freed = self.config.kv_windows if self.windows else ()
         states = (
             shape.state_bytes(self.tensor_parallel, number_bytes=self._itemsize)
@@ -328,9 +326,6 @@ class KVArithmetic:
         """Return how many sequences of `context` tokens fit at once."""
         max_batch_tokens = self.windows.max_batch_tokens if self.windows else 0
         return self.sizes.max_batch(self.cache, context, max_batch_tokens=max_batch_tokens)
-
-    def _dtype_of(self, layer: int) -> str:
-        return self.activations if layer in self.unquantized_layers else self.dtype
 
     def _layer_bytes(self, dtype: str, num_kv_heads: int, dim: int) -> int:
         """Return the bytes of one layer of one token on one rank. dim: numbers per row."""

@@ -81,13 +81,9 @@ class RecurrentShape(ABC):
         """Return the bytes of one rank's matrices; they are fp32."""
         return prod(self.matrix_shape(num_ranks)) * _FP32_BYTES
 
-    def conv_bytes(self, num_ranks: int = 1, *, number_bytes: int) -> int:
-        """Return the bytes of the inputs that one rank's convolution keeps, in the activations' dtype."""
-        return prod(self.conv_shape(num_ranks)) * number_bytes
-
     def state_bytes(self, num_ranks: int = 1, *, number_bytes: int) -> int:
         """Return the bytes of a sequence's state on one rank. number_bytes: of the activations' dtype."""
-        return self.matrix_bytes(num_ranks) + self.conv_bytes(num_ranks, number_bytes=number_bytes)
+        return self.matrix_bytes(num_ranks) + prod(self.conv_shape(num_ranks)) * number_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

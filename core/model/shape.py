@@ -293,10 +293,6 @@ class ModelConfig:
             scale *= (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2
         return scale
 
-    def is_sparse(self, layer: int) -> bool:
-        """Return whether the layer has experts."""
-        return self.layers[layer].is_sparse
-
     @property
     def num_parameters(self) -> int:
         hidden = self.hidden_size

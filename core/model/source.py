@@ -31,9 +31,9 @@ from filelock import FileLock, Timeout
 
 from core.model import config as model_config
 from core.model.config_file import has_own_format
+from core.model.gguf_file import TABLE
 from core.model.gguf_import import IMPORT_VERSION, import_gguf
-from core.model.gguf_table import TABLE
-from core.model.tokenizer_formats import check_tokenizer
+from core.model.tokenizer_file import check_tokenizer
 from core.model.weight_files import locate_tensors, weight_files
 from core.model.weight_formats import check_format
 from core.process.atomic_file import move_whole

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from core.model.config_file import has_own_format
-from core.model.gguf_table import TABLE, read_table
-from core.model.json_file import read_object
+from core.model.gguf_file import TABLE, read_table
+from core.model.settings import read_object
 from core.types.errors import SpecError
 
 _MODEL = "model.safetensors"

@@ -54,7 +54,7 @@ def families() -> str:
     """Return the table of families. Raises KeyError for a family that `_MODELS` lacks."""
     rows = []
     for family in FAMILIES:
-        name = family.architectures[0]
+        name = family.architecture
         if name not in _MODELS:
             raise KeyError(f"add {name} to _MODELS in {Path(__file__).relative_to(_ROOT)}")
         models, tools, thoughts = _MODELS[name]

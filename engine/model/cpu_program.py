@@ -20,10 +20,9 @@ from engine.layers.layers import Before, Linear, RMSNorm, RowParallelLinear
 from engine.layers.packed_matrix import PackedMatrix, norm_argument
 from engine.model.aux_hidden_states import AuxHiddenStates
 from engine.model.decoder_layer import DecoderLayer
-from engine.model.delta_net_layer import DeltaNet
 from engine.model.gated_mlp import GatedMLP
-from engine.model.recurrent_layer import RecurrentLayer
-from engine.model.short_conv_layer import ShortConv
+from engine.model.layer_kinds import RecurrentLayer
+from engine.model.recurrent_mixers import DeltaNet, ShortConv
 
 # Minimum number of positions without logits for which the last layer skips them after its KV or state.
 _WORTH_LEAVING_OUT = 32
@@ -43,7 +42,7 @@ class CompiledLayers:
         self._layers = layers
         self._pool = pool
         self._by_tiles = by_tiles
-        self._most_tokens = min(_packed(part).torch_rows for layer in layers for part in _parts(layer)) - 1
+        self._most_tokens = min(packed(part).torch_rows for layer in layers for part in _parts(layer)) - 1
         self._make_room(1)
 
     def __call__(
@@ -104,14 +103,15 @@ class CompiledLayers:
         def room(numbers_of_features: Iterable[int]) -> Tensor:
             return torch.empty(num_tokens, max(numbers_of_features), dtype=torch.bfloat16)
 
-        layers, outputs = self._layers, [_packed(_ends(layer)[1]) for layer in self._layers]
-        nets = [layer.mixer for layer in _recurrent(layers) if isinstance(layer.mixer, DeltaNet)]
+        layers, outputs = self._layers, [packed(_ends(layer)[1]) for layer in self._layers]
+        mixers = (layer.mixer for layer in layers if isinstance(layer, RecurrentLayer))
+        nets = [mixer for mixer in mixers if isinstance(mixer, DeltaNet)]
         self._x_CE, self._update_CE = (room(output.num_outputs for output in outputs) for _ in range(2))
         # Layers may differ in their numbers of heads and features.
-        self._projected_CI = room(_packed(_ends(layer)[0]).num_outputs for layer in layers)
+        self._projected_CI = room(packed(_ends(layer)[0]).num_outputs for layer in layers)
         self._mixed_CI = room(output.num_inputs for output in outputs)
-        self._gate_up_CI = room(_packed(_mlp(layer).gate_up).num_outputs for layer in layers)
-        self._ba_CI = room((0, *(_packed(net.ba).num_outputs for net in nets)))
+        self._gate_up_CI = room(packed(_mlp(layer).gate_up).num_outputs for layer in layers)
+        self._ba_CI = room((0, *(packed(net.ba).num_outputs for net in nets)))
         self._convolved_CM = room((0, *(net.conv_WC.shape[1] for net in nets)))
         calls, self._stored_calls = list[Call](), list[tuple[int, int]]()
         for layer in self._layers:
@@ -126,7 +126,7 @@ class CompiledLayers:
 
     def _calls(self, layer: AnyLayer) -> Iterable[Call]:
         mlp, (first, output) = _mlp(layer), _ends(layer)
-        yield from _products(first, self._x_CE, self._projected_of(layer), before=layer.input_norm)
+        yield from products(first, self._x_CE, self._projected_of(layer), before=layer.input_norm)
         if isinstance(layer, DecoderLayer):
             yield from self._attention_calls(layer)
         elif isinstance(layer.mixer, DeltaNet):
@@ -135,7 +135,7 @@ class CompiledLayers:
             yield self._short_conv_call(layer, layer.mixer)
         output_norm = layer.output_norm if isinstance(layer, DecoderLayer) else None
         yield from self._added(output, self._mixed_of(layer), None, output_norm)
-        yield from _products(mlp.gate_up, self._x_CE, self._gate_up_CI, before=layer.mlp_norm)
+        yield from products(mlp.gate_up, self._x_CE, self._gate_up_CI, before=layer.mlp_norm)
         yield from self._added(mlp.down, self._gate_up_CI, mlp.activation, mlp.output_norm)
 
     def _attention_calls(self, layer: DecoderLayer) -> Iterable[Call]:
@@ -155,7 +155,7 @@ class CompiledLayers:
         ba_CI, convolved_CM = _leading(self._ba_CI, 2 * num_heads), _leading(self._convolved_CM, num_channels)
         b_CH, a_CH = ba_CI.chunk(2, dim=1)
         mixed_CHV = self._mixed_of(layer).view(len(ba_CI), num_heads, -1)
-        yield from _products(net.ba, self._x_CE, ba_CI, before=layer.input_norm)
+        yield from products(net.ba, self._x_CE, ba_CI, before=layer.input_norm)
         yield conv_call(qkv_CM, net.conv_WC, None, states.conv_NLC, convolved_CM)
         yield recurrence_call(convolved_CM, a_CH, b_CH, net.recurrence, states.matrix_NHKV, mixed_CHV)
         z_CHV = torch.unflatten(z_CI, 1, mixed_CHV.shape[1:])
@@ -179,9 +179,9 @@ class CompiledLayers:
         """Yield the calls that add after(part(before(x))) to the residual stream."""
         x_CE, update_CE = self._x_CE, self._update_CE
         if after is None:
-            yield from _products(part, x_CI, x_CE, before=before, residual_CE=x_CE)
+            yield from products(part, x_CI, x_CE, before=before, residual_CE=x_CE)
             return
-        yield from _products(part, x_CI, update_CE, before=before)
+        yield from products(part, x_CI, update_CE, before=before)
         yield AddNormCall(
             kind=Kind.ADD_NORM,
             norm=norm_argument(after),
@@ -192,20 +192,20 @@ class CompiledLayers:
 
     def _projected_of(self, layer: AnyLayer) -> Tensor:
         """Return the outputs of a layer's first matrix, (C, I)."""
-        return _leading(self._projected_CI, _packed(_ends(layer)[0]).num_outputs)
+        return _leading(self._projected_CI, packed(_ends(layer)[0]).num_outputs)
 
     def _mixed_of(self, layer: AnyLayer) -> Tensor:
         """Return the inputs of the matrix after a layer's attention or recurrence, (C, I)."""
-        return _leading(self._mixed_CI, _packed(_ends(layer)[1]).num_inputs)
+        return _leading(self._mixed_CI, packed(_ends(layer)[1]).num_inputs)
 
 
 class CompiledHead:
     """Final norm and head of a single-rank model with a packed head. Owned by the step thread."""
 
     def __init__(self, kernels: Kernels, head: Linear, norm: RMSNorm) -> None:
-        self._packed = _packed(head)
+        self._packed = packed(head)
         nowhere = torch.empty(1, self._packed.num_outputs, dtype=torch.float32)
-        self._calls = list(_products(head, torch.empty(0, dtype=torch.bfloat16), nowhere, before=norm))
+        self._calls = list(products(head, torch.empty(0, dtype=torch.bfloat16), nowhere, before=norm))
         self._places = [call.out - nowhere.data_ptr() for call in self._calls]
         self._program = Program(kernels, self._calls)
 
@@ -244,10 +244,6 @@ def _leading(room_CI: Tensor, num_features: int) -> Tensor:
     return room_CI.flatten()[: len(room_CI) * num_features].view(-1, num_features)
 
 
-def _recurrent(layers: Iterable[AnyLayer]) -> list[RecurrentLayer]:
-    return [layer for layer in layers if isinstance(layer, RecurrentLayer)]
-
-
 def _ends(layer: AnyLayer) -> tuple[Linear, RowParallelLinear]:
     """Return the first matrix of a layer, and the one after its attention or recurrence."""
     if isinstance(layer, DecoderLayer):
@@ -263,7 +259,7 @@ def _parts(layer: AnyLayer) -> tuple[Linear | RowParallelLinear, ...]:
     return (*parts, mlp.gate_up, mlp.down)
 
 
-def _products(
+def products(
     part: Linear | RowParallelLinear,
     x_CI: Tensor,
     out_CO: Tensor,
@@ -271,7 +267,8 @@ def _products(
     before: Before | None = None,
     residual_CE: Tensor | None = None,
 ) -> Iterable[ProductCall]:
-    return _packed(part).calls(x_CI, out_CO, bias_O=part.bias_O, before=before, residual_TO=residual_CE)
+    """Return the calls that write residual + part(before(x)) to `out`."""
+    return packed(part).calls(x_CI, out_CO, bias_O=part.bias_O, before=before, residual_TO=residual_CE)
 
 
 def _mlp(layer: AnyLayer) -> GatedMLP:
@@ -279,6 +276,6 @@ def _mlp(layer: AnyLayer) -> GatedMLP:
     return layer.mlp
 
 
-def _packed(part: Linear | RowParallelLinear) -> PackedMatrix:
+def packed(part: Linear | RowParallelLinear) -> PackedMatrix:
     assert isinstance(part.matrix, PackedMatrix)
     return part.matrix

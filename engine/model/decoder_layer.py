@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,13 +17,10 @@ from engine.kv.pool import KVPool
 from engine.layers.layers import Linear, RMSNorm, RowParallelLinear, is_plain
 from engine.layers.residual import Residual
 from engine.layers.shards import ShardReader
-from engine.model import experts, experts_beside_mlp, gated_mlp
-from engine.model.experts import SparseMLP
-from engine.model.experts_beside_mlp import ExpertsBesideMLP
-from engine.model.gated_mlp import GatedMLP
+from engine.model.experts import MLP, read_mlp
 from engine.model.norms import ProjectionNorm, mlp_norms, read_norm
 from engine.model.per_layer_embeddings import PerLayerInput
-from engine.weights.checkpoint import Shape
+from engine.weights.checkpoint import Shape, expected_matrices
 
 # T tokens of the step, H query heads and K kv heads of this rank, D head_dim, N = H + 2 K
 
@@ -51,7 +47,7 @@ class DecoderLayer:
     output_norm: RMSNorm | None
     residual_scale: float
     mlp_norm: RMSNorm | None
-    mlp: GatedMLP | SparseMLP | ExpertsBesideMLP | None
+    mlp: MLP | None
     scales_queries: bool
     # Addition of the layer's embedding, and a factor of its output (1,): Gemma 4.
     per_layer_input: PerLayerInput | None
@@ -97,8 +93,10 @@ class DecoderLayer:
         """Write the tokens' keys and values to the pool. Returns the queries (T, H, D), and behind them their gates."""
         heads_TND = self._heads(x)
         if self.has_gates:
-            q_THD, gates_THD, kv_TND = self._without_gates(heads_TND)
-            return torch.cat((heads.store(self.attention, torch.cat((q_THD, kv_TND), dim=1)), gates_THD), dim=1)
+            # Queries and gates alternate.
+            pairs_TND, kv_TND = heads_TND.tensor_split((2 * self.num_q_heads,), dim=1)
+            q_THD = heads.store(self.attention, torch.cat((pairs_TND[:, ::2], kv_TND), dim=1))
+            return torch.cat((q_THD, pairs_TND[:, 1::2]), dim=1)
         if self.values_are_keys:
             heads_TND = torch.cat((heads_TND, heads_TND[:, self.num_q_heads :]), dim=1)
         return heads.store(self.attention, heads_TND)
@@ -143,11 +141,6 @@ class DecoderLayer:
         has_usual_heads = not (self.values_are_keys or self.scales_queries)
         return has_norms and has_usual_heads and self.residual_scale == 1 and all(part is None for part in extras)
 
-    def _without_gates(self, heads_TND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the queries and their gates (T, H, D), which alternate, and the other heads."""
-        pairs_TND, kv_TND = heads_TND.tensor_split((2 * self.num_q_heads,), dim=1)
-        return pairs_TND[:, ::2], pairs_TND[:, 1::2], kv_TND
-
     def _heads(self, x: Residual) -> Tensor:
         """Project the tokens: queries, then keys, then values (T, N, D), not yet rotated."""
         rows_TO = x.into(self.qkv, norm=self.input_norm)
@@ -173,12 +166,9 @@ def expected_tensors(config: ModelConfig, index: int) -> Mapping[str, Shape]:
             if name in sizes:
                 norms[f"self_attn.{name[0]}_norm"] = (dim if config.qk_norm == "head" else sizes[name],)
     tensors = {f"{prefix}.{name}.weight": shape for name, shape in norms.items()}
-    shapes = {name: ((size, hidden), config.has_qkv_bias) for name, size in sizes.items()}
-    shapes["o_proj"] = ((hidden, config.num_q_heads * dim), config.has_output_bias)
-    for name, (shape, has_bias) in shapes.items():
-        tensors[f"{prefix}.self_attn.{name}.weight"] = shape
-        if has_bias:
-            tensors[f"{prefix}.self_attn.{name}.bias"] = shape[:1]
+    matrices = {name: ((size, hidden), config.has_qkv_bias) for name, size in sizes.items()}
+    matrices["o_proj"] = ((hidden, config.num_q_heads * dim), config.has_output_bias)
+    tensors |= expected_matrices(f"{prefix}.self_attn", matrices)
     if config.has_layer_scales:
         tensors[f"{prefix}.layer_scalar"] = (1,)
     if config.has_sinks:
@@ -220,18 +210,3 @@ def _read_attention(reader: ShardReader, config: ModelConfig, index: int, heads:
         k_norm=norms[1],
         v_norm=v_norm,
     )
-
-
-def mlp_module(config: ModelConfig, index: int) -> Any:
-    """Return the module of a layer's MLP."""
-    if not config.is_sparse(index):
-        return gated_mlp
-    return experts_beside_mlp if config.experts and config.experts.beside_mlp else experts
-
-
-def read_mlp(reader: ShardReader, config: ModelConfig, index: int) -> GatedMLP | SparseMLP | ExpertsBesideMLP:
-    """Read a layer's MLP, with experts or without."""
-    if not config.is_sparse(index):
-        return GatedMLP.read(reader, config, index)
-    kind = ExpertsBesideMLP if config.experts and config.experts.beside_mlp else SparseMLP
-    return kind.read(reader, config, index)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,12 +25,7 @@ class Bank(Protocol):
     """Experts, or a rank's shares of them, at numbered places."""
 
     def __call__(
-        self,
-        x_TE: Tensor,
-        chosen_TC: Tensor,
-        tiles: Tiles | None = None,
-        *,
-        input_weights_TC: Tensor | None = None,
+        self, x_TE: Tensor, chosen_TC: Tensor, tiles: Tiles | None = None, *, input_weights_TC: Tensor | None = None
     ) -> Tensor:
         """Return the unweighted output of each chosen expert: (T, C, E).
 
@@ -71,12 +66,7 @@ class ExpertList:
         return False
 
     def __call__(
-        self,
-        x_TE: Tensor,
-        chosen_TC: Tensor,
-        tiles: Tiles | None = None,
-        *,
-        input_weights_TC: Tensor | None = None,
+        self, x_TE: Tensor, chosen_TC: Tensor, tiles: Tiles | None = None, *, input_weights_TC: Tensor | None = None
     ) -> Tensor:
         flat_N = chosen_TC.flatten()
         order_N, counts_X = flat_N.argsort(stable=True), flat_N.bincount(minlength=len(self.experts))
@@ -93,10 +83,13 @@ class ExpertList:
 
 @dataclass(frozen=True)
 class ExpertStack:
-    """Bank that computes all experts at once, from stacked matrices; see kernels/moe/fused_experts.py."""
+    """Bank that computes all experts at once, from stacked matrices of one kind.
 
-    gate_up_X2IE: Tensor
-    down_XEI: Tensor
+    Tensors (X, 2 I, E) and (X, E, I), see kernels/moe/fused_experts.py; or low-bit ones, see quantized_experts.py.
+    """
+
+    gate_up: Tensor | CodePanels
+    down: Tensor | CodePanels
     biases: ExpertBiases | None = None
     activation: GatedActivation = SILU
 
@@ -105,62 +98,10 @@ class ExpertStack:
         return True
 
     def __call__(
-        self,
-        x_TE: Tensor,
-        chosen_TC: Tensor,
-        tiles: Tiles | None = None,
-        *,
-        input_weights_TC: Tensor | None = None,
+        self, x_TE: Tensor, chosen_TC: Tensor, tiles: Tiles | None = None, *, input_weights_TC: Tensor | None = None
     ) -> Tensor:
-        return fused_experts(
-            x_TE,
-            self.gate_up_X2IE,
-            self.down_XEI,
-            chosen_TC,
-            tiles,
-            activation=self.activation,
-            biases=self.biases,
-            input_weights_TC=input_weights_TC,
-        )
-
-    @classmethod
-    def of(cls, experts: Sequence[Expert]) -> ExpertStack | None:
-        """Stack experts; None if they are not plain tensors on a GPU."""
-        gate_up, down = [expert.gate_up.matrix for expert in experts], [expert.down for expert in experts]
-        plain = [m.weight_OI for m in (*gate_up, *down) if isinstance(m, TorchMatrix) and m.weight_OI.is_cuda]
-        if len(plain) < 2 * len(experts):
-            return None
-        stacks = torch.stack(plain[: len(experts)]), torch.stack(plain[len(experts) :])
-        return cls(*stacks, _biases_of(experts), experts[0].activation)
-
-    def experts(self) -> list[Expert]:
-        """Return the experts one by one, as views."""
-        pairs = zip(map(TorchMatrix, self.gate_up_X2IE), map(TorchMatrix, self.down_XEI), strict=True)
-        return _experts_of(list(pairs), self.biases, self.activation)
-
-
-@dataclass(frozen=True)
-class CodedExpertStack:
-    """Bank that computes all experts at once, from stacked low-bit matrices; see kernels/moe/quantized_experts.py."""
-
-    gate_up: CodePanels
-    down: CodePanels
-    biases: ExpertBiases | None = None
-    activation: GatedActivation = SILU
-
-    @property
-    def is_fixed(self) -> bool:
-        return True
-
-    def __call__(
-        self,
-        x_TE: Tensor,
-        chosen_TC: Tensor,
-        tiles: Tiles | None = None,
-        *,
-        input_weights_TC: Tensor | None = None,
-    ) -> Tensor:
-        return coded_experts(
+        compute: Any = coded_experts if isinstance(self.gate_up, CodePanels) else fused_experts
+        out_TCE: Tensor = compute(
             x_TE,
             self.gate_up,
             self.down,
@@ -170,47 +111,42 @@ class CodedExpertStack:
             biases=self.biases,
             input_weights_TC=input_weights_TC,
         )
+        return out_TCE
 
     @classmethod
-    def of(cls, experts: Sequence[Expert]) -> CodedExpertStack | None:
-        """Stack experts; None if they differ in format or have permuted inputs."""
+    def of(cls, experts: Sequence[Expert]) -> ExpertStack | None:
+        """Stack experts; None if they are not plain tensors on a GPU, nor low-bit ones of one format."""
         gate_up = _stacked([expert.gate_up.matrix for expert in experts])
         down = None if gate_up is None else _stacked([expert.down for expert in experts])
-        if gate_up is None or down is None:
+        if gate_up is None or type(down) is not type(gate_up):
             return None
-        return cls(gate_up, down, _biases_of(experts), experts[0].activation)
+        gate_up_X2I = [expert.gate_up.bias_O for expert in experts if expert.gate_up.bias_O is not None]
+        down_XE = [expert.down_bias_E for expert in experts if expert.down_bias_E is not None]
+        # Either all experts have biases or none has.
+        biases = None
+        if gate_up_X2I:
+            biases = ExpertBiases(torch.stack(gate_up_X2I), torch.stack(down_XE) if down_XE else None)
+        return cls(gate_up, down, biases, experts[0].activation)
 
     def experts(self) -> list[Expert]:
         """Return the experts one by one, as views."""
-        matrices = ((self.gate_up.expert(i), self.down.expert(i)) for i in range(len(self.down.words)))
-        pairs = [(CodedMatrix.whole(gate_up), CodedMatrix.whole(down)) for gate_up, down in matrices]
-        return _experts_of(pairs, self.biases, self.activation)
+        gate_up_X2I, down_XE = self.biases or (None, None)
+        return [
+            Expert(
+                Linear(gate_up, None if gate_up_X2I is None else gate_up_X2I[i]),
+                down,
+                None if down_XE is None else down_XE[i],
+                self.activation,
+            )
+            for i, (gate_up, down) in enumerate(zip(_matrices(self.gate_up), _matrices(self.down), strict=True))
+        ]
 
 
-def _biases_of(experts: Sequence[Expert]) -> ExpertBiases | None:
-    """Stack the biases; either all experts have one or none has."""
-    gate_up = [expert.gate_up.bias_O for expert in experts if expert.gate_up.bias_O is not None]
-    down = [expert.down_bias_E for expert in experts if expert.down_bias_E is not None]
-    return ExpertBiases(torch.stack(gate_up), torch.stack(down) if down else None) if gate_up else None
-
-
-def _experts_of(
-    pairs: Sequence[tuple[Matrix, Matrix]], biases: ExpertBiases | None, activation: GatedActivation
-) -> list[Expert]:
-    """Return experts of matrices of gate and up, and of down."""
-    gate_up_X2I, down_XE = biases or (None, None)
-    return [
-        Expert(
-            Linear(gate_up, None if gate_up_X2I is None else gate_up_X2I[i]),
-            down,
-            None if down_XE is None else down_XE[i],
-            activation,
-        )
-        for i, (gate_up, down) in enumerate(pairs)
-    ]
-
-
-def _stacked(matrices: Sequence[Matrix]) -> CodePanels | None:
+def _stacked(matrices: Sequence[Matrix]) -> Tensor | CodePanels | None:
+    """Stack matrices of one kind; None for other kinds, and for low-bit matrices with permuted inputs."""
+    plain = [matrix.weight_OI for matrix in matrices if isinstance(matrix, TorchMatrix) and matrix.weight_OI.is_cuda]
+    if len(plain) == len(matrices):
+        return torch.stack(plain)
     panels = [panels for matrix in matrices if (panels := _panels(matrix)) is not None]
     return CodePanels.stack(panels) if len(panels) == len(matrices) else None
 
@@ -219,6 +155,12 @@ def _panels(matrix: Matrix) -> CodePanels | None:
     if isinstance(matrix, Int8Matrix):
         return matrix.panels()
     return matrix.panels if isinstance(matrix, CodedMatrix) else None
+
+
+def _matrices(stack: Tensor | CodePanels) -> list[Matrix]:
+    if isinstance(stack, Tensor):
+        return [TorchMatrix(weight_OI) for weight_OI in stack]
+    return [CodedMatrix.whole(stack.expert(i)) for i in range(len(stack.words))]
 
 
 class ExpertSlots:
@@ -231,6 +173,6 @@ class ExpertSlots:
     def __call__(self, indices: Sequence[int]) -> Bank:
         """Return a bank of these experts, in this order."""
         experts = [self._held.get(index) or self._read(index) for index in indices]
-        stack = ExpertStack.of(experts) or CodedExpertStack.of(experts)
+        stack = ExpertStack.of(experts)
         self._held = dict(zip(indices, stack.experts() if stack else experts, strict=True))
         return stack or ExpertList(experts)

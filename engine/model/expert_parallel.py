@@ -60,11 +60,16 @@ class SpreadExperts:
         *,
         redundant: int = 0,
         turn: int = 0,
+        weighs_inputs: bool = False,
     ) -> None:
-        """read: builds a bank of the given experts. turn: steps by which this layer's planning is delayed."""
+        """read: builds a bank of the given experts. turn: steps by which this layer's planning is delayed.
+
+        weighs_inputs: whether the weights multiply the experts' inputs (Llama 4).
+        """
         self._read = read
         self._parallel = parallel
         self._redundant = redundant
+        self._weighs_inputs = weighs_inputs
         self._step = -turn
         self._counts_X = torch.zeros(num_experts, dtype=torch.int64)
         # By expert; see _place.
@@ -83,7 +88,11 @@ class SpreadExperts:
         one_each = [1] * parallel.size
         from_each = parallel.all_to_all(to_each, one_each, one_each)
         counts = to_each.tolist(), from_each.tolist()
-        come_ME = parallel.all_to_all(x_TE[first:end][order_N // chosen_TC.shape[1]], *counts)
+        x_NE = x_TE[first:end][order_N // chosen_TC.shape[1]]
+        if self._weighs_inputs:
+            x_NE = (x_NE * weights_TC.view(-1, 1)[order_N]).to(x_TE.dtype)
+            weights_TC = torch.ones_like(weights_TC)
+        come_ME = parallel.all_to_all(x_NE, *counts)
         place_M = parallel.all_to_all(place_N[order_N], *counts)
         out_ME = self._bank(come_ME, place_M.unsqueeze(1)).squeeze(1)
 

@@ -11,8 +11,8 @@ cut into that many pieces, which follow the others in the bank and are chosen by
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -21,20 +21,33 @@ from torch import Tensor
 
 from core.model.shape import Activation, ExpertsConfig, ModelConfig
 from engine.kernels.gated_mul import SILU, GatedActivation
-from engine.kernels.moe.expert_router import RoutedTokens
+from engine.kernels.moe.expert_router import MOST_TOKENS, RoutedTokens, new_counters, route
 from engine.kernels.moe.expert_sum import ExpertSum
+from engine.kernels.moe.top_k import ChoiceRule, choose_experts
 from engine.layers.layers import Linear, RMSNorm, RowParallelLinear, is_plain
 from engine.layers.residual import Residual
 from engine.layers.shards import ShardReader
 from engine.model.expert_bank import Bank, Expert, ExpertList, ExpertSlots
 from engine.model.expert_parallel import Experts, SpreadExperts
-from engine.model.routing import Routing
+from engine.model.gated_mlp import GatedMLP, mlp_tensors
+from engine.model.gated_mlp import expected_tensors as expected_dense_tensors
+from engine.model.norms import read_norm
 from engine.runner.parallel import TensorParallel
-from engine.weights.checkpoint import Shape, Span
+from engine.weights.checkpoint import Shape, Span, expected_matrices
 
-# T tokens, E hidden_size, L features of latents, I features of the shared expert, C experts per token
+# T tokens, E hidden_size, I features of the shared expert, C experts per token, X experts to choose from, L logits: X,
+# plus one if shared experts are weighed
 
 _TO_LATENT, _FROM_LATENT = "fc1_latent_proj", "fc2_latent_proj"
+_NORMS_BESIDE = ("post_feedforward_layernorm_1", "post_feedforward_layernorm_2", "pre_feedforward_layernorm_2")
+
+
+def read_mlp(reader: ShardReader, config: ModelConfig, layer: int) -> MLP:
+    """Read a layer's MLP, with experts or without."""
+    if not config.layers[layer].is_sparse:
+        return GatedMLP.read(reader, config, layer)
+    assert config.experts is not None
+    return (ExpertsBesideMLP if config.experts.beside_mlp else SparseMLP).read(reader, config, layer)
 
 
 @dataclass(frozen=True)
@@ -45,8 +58,6 @@ class SparseMLP:
     experts: Experts
     # None if the shared expert is part of `experts`.
     shared: SharedExpert | None
-    # True: the weights multiply the experts' inputs.
-    weighs_inputs: bool = False
     residual_scale: float = 1.0
     # Projections of the experts' inputs, and of their sum.
     latents: Latents | None = None
@@ -61,7 +72,12 @@ class SparseMLP:
         build_bank = ExpertSlots(lambda index: _read_expert(reader, config, layer, index, features))
         if reader.spreads_experts:
             experts: Experts = SpreadExperts(
-                build_bank, num_experts, parallel, redundant=reader.redundant_experts, turn=layer
+                build_bank,
+                num_experts,
+                parallel,
+                redundant=reader.redundant_experts,
+                turn=layer,
+                weighs_inputs=shape.weighs_inputs,
             )
         else:
             if (num_pieces := pieces_of_shared(reader, shape)) and not shape.weighs_inputs:
@@ -72,19 +88,18 @@ class SparseMLP:
                         reader, shape, f"{block}.gate", num_shared=num_pieces, shared_gate_1E=gate_1E
                     )
                     return cls(routing, SplitExperts(bank, parallel), None, residual_scale=config.residual_scale)
-            experts = SplitExperts(build_bank(range(num_experts)), parallel)
+            experts = SplitExperts(build_bank(range(num_experts)), parallel, shape.weighs_inputs)
         shared = None
         if shape.shared_size:
             shared = SharedExpert.read(reader, shape, block, config.activation)
         latents = Latents.read(reader, config, block) if shape.latent_size else None
         routing = Routing.read(reader, shape, f"{block}.gate")
-        return cls(routing, experts, shared, shape.weighs_inputs, config.residual_scale, latents)
+        return cls(routing, experts, shared, config.residual_scale, latents)
 
     def __call__(self, x: Residual, *, norm: RMSNorm | None) -> None:
         normed_TE = x.normed(norm)
         choices = self.routing(normed_TE)
-        compute = partial(_of_weighed_inputs, self.experts) if self.weighs_inputs else self.experts
-        compute = compute if self.latents is None else partial(self.latents, compute)
+        compute = self.experts if self.latents is None else partial(self.latents, self.experts)
         x.add(compute(normed_TE, choices), scale=self.residual_scale)
         if self.shared is not None:
             self.shared(normed_TE, x, scale=self.residual_scale)
@@ -95,18 +110,6 @@ class SparseMLP:
         is_fixed = isinstance(self.experts, SplitExperts) and self.experts.bank.is_fixed
         is_fixed = is_fixed and (self.latents is None or is_plain(self.latents.down, self.latents.up))
         return is_fixed and (self.shared is None or is_plain(self.shared.gate_up, self.shared.down))
-
-
-def _of_weighed_inputs(experts: Experts, x_TE: Tensor, choices: RoutedTokens) -> Tensor | ExpertSum:
-    """Compute the experts of inputs that are multiplied by the experts' weights, and sum them: (T, E)."""
-    if isinstance(experts, SplitExperts):
-        return experts.of_weighed_inputs(x_TE, choices)
-    weighed_TCE = (x_TE.unsqueeze(1) * choices.weights_TC.unsqueeze(-1)).to(x_TE.dtype)
-    num_tokens, num_choices = choices.chosen_TC.shape
-    ones = RoutedTokens(choices.chosen_TC.view(-1, 1), torch.ones_like(choices.weights_TC).view(-1, 1))
-    found = experts(weighed_TCE.flatten(0, 1), ones)
-    found_NE = found.total() if isinstance(found, ExpertSum) else found
-    return found_NE if num_choices == 1 else found_NE.view(num_tokens, num_choices, -1).sum(1)
 
 
 @dataclass(frozen=True)
@@ -162,50 +165,94 @@ class SplitExperts:
 
     bank: Bank
     parallel: TensorParallel
+    weighs_inputs: bool = False  # whether the weights multiply the experts' inputs (Llama 4)
 
     def __call__(self, x_TE: Tensor, choices: RoutedTokens) -> Tensor | ExpertSum:
-        share = ExpertSum(self.bank(x_TE, choices.chosen_TC, choices.tiles), choices.weights_TC)
+        weights_TC = choices.weights_TC
+        inputs_TC, outputs_TC = (weights_TC, torch.ones_like(weights_TC)) if self.weighs_inputs else (None, weights_TC)
+        out_TCE = self.bank(x_TE, choices.chosen_TC, choices.tiles, input_weights_TC=inputs_TC)
+        share = ExpertSum(out_TCE, outputs_TC)
         return share if self.parallel.size == 1 else self.parallel.all_reduce(share.total())
 
-    def of_weighed_inputs(self, x_TE: Tensor, choices: RoutedTokens) -> Tensor | ExpertSum:
-        """Sum the experts of inputs that are multiplied by the experts' weights (Llama 4)."""
-        weights_TC = choices.weights_TC
-        out_TCE = self.bank(x_TE, choices.chosen_TC, choices.tiles, input_weights_TC=weights_TC)
-        share = ExpertSum(out_TCE, torch.ones_like(weights_TC))
-        return share if self.parallel.size == 1 else self.parallel.all_reduce(share.total())
+
+@dataclass(frozen=True)
+class ExpertsBesideMLP:
+    """MLP x + norm(norm_1(dense(norm(x))) + norm_2(experts(norm_3(x)))) of Gemma 4.
+
+    The router sees x / rms(x) * scale / sqrt(E).
+    """
+
+    mlp: GatedMLP
+    sparse: SparseMLP
+    # The weight has the router's scale and 1 / sqrt(E).
+    router_norm: RMSNorm
+    mlp_norm: RMSNorm
+    experts_norm: RMSNorm
+    input_norm: RMSNorm
+    output_norm: RMSNorm
+
+    @classmethod
+    def read(cls, reader: ShardReader, config: ModelConfig, layer: int) -> ExpertsBesideMLP:
+        prefix = f"model.layers.{layer}"
+        mlp, sparse = GatedMLP.read(reader, config, layer), SparseMLP.read(reader, config, layer)
+        assert mlp.output_norm is not None
+        scale_E = reader.checkpoint.read(f"{prefix}.mlp.gate.scale").float() * config.hidden_size**-0.5
+        mlp_norm, experts_norm, input_norm = (read_norm(reader, config, f"{prefix}.{name}") for name in _NORMS_BESIDE)
+        return cls(
+            replace(mlp, output_norm=None),
+            sparse,
+            RMSNorm(scale_E.to(reader.device), config.rms_norm_eps),
+            mlp_norm,
+            experts_norm,
+            input_norm,
+            mlp.output_norm,
+        )
+
+    def __call__(self, x: Residual, *, norm: RMSNorm | None) -> None:
+        x_TE = x.total()
+        assert norm is not None
+        dense_TE = self.mlp_norm(self.mlp.down(self.mlp.gate_up(x_TE, before=norm), before=self.mlp.activation))
+        choices = self.sparse.routing(self.router_norm(x_TE))
+        chosen = self.sparse.experts(self.input_norm(x_TE), choices)
+        chosen_TE: Tensor = chosen.total() if isinstance(chosen, ExpertSum) else chosen
+        x.add(self.output_norm(dense_TE + self.experts_norm(chosen_TE)))
+
+    @property
+    def is_fixed(self) -> bool:
+        """True if launches depend only on the number of tokens, not on the chosen experts."""
+        return self.mlp.is_fixed and self.sparse.is_fixed
+
+
+MLP = GatedMLP | SparseMLP | ExpertsBesideMLP
 
 
 def expected_tensors(config: ModelConfig, layer: int) -> Mapping[str, Shape]:
-    """Return the tensors of one layer's router and experts."""
-    assert config.experts is not None
+    """Return the tensors of one layer's MLP: its router and experts, those of a dense one, or both."""
     shape, hidden, block = config.experts, config.hidden_size, f"model.layers.{layer}.mlp"
-    tensors: dict[str, Shape] = {f"{block}.gate.weight": (shape.num_experts, hidden)}
-    width, matrices = shape.latent_size or hidden, config.activation.input_matrices
-    for index in range(shape.num_experts):
-        name = f"{block}.experts.{index}"
-        tensors |= _matrices(name, matrices, width, shape.intermediate_size, has_bias=shape.has_bias)
+    if shape is None or not config.layers[layer].is_sparse:
+        return expected_dense_tensors(config, layer)
+    tensors: dict[str, Shape] = {}
+    if shape.beside_mlp:
+        tensors |= expected_dense_tensors(config, layer)
+        tensors |= {f"model.layers.{layer}.{name}.weight": (hidden,) for name in _NORMS_BESIDE}
+        tensors[f"{block}.gate.scale"] = (hidden,)
+    width, inputs, num_experts = shape.latent_size or hidden, config.activation.input_matrices, shape.num_experts
+    matrices: dict[str, tuple[Shape, bool]] = {"gate": ((num_experts, hidden), shape.has_router_bias)}
     if shape.latent_size:
-        tensors[f"{block}.{_TO_LATENT}.weight"] = (width, hidden)
-        tensors[f"{block}.{_FROM_LATENT}.weight"] = (hidden, width)
-    if shape.has_correction_bias:
-        tensors[f"{block}.gate.e_score_correction_bias"] = (shape.num_experts,)
-    if shape.has_router_bias:
-        tensors[f"{block}.gate.bias"] = (shape.num_experts,)
-    if shape.has_expert_scales:
-        tensors[f"{block}.gate.per_expert_scale"] = (shape.num_experts,)
+        matrices |= {_TO_LATENT: ((width, hidden), False), _FROM_LATENT: ((hidden, width), False)}
     if shape.shared_size:
-        shared = f"{block}.{_shared_name(shape)}"
-        tensors |= _matrices(shared, matrices, hidden, shape.shared_size, has_bias=False)
+        shared = _shared_name(shape)
+        tensors |= mlp_tensors(f"{block}.{shared}", inputs, hidden, shape.shared_size, has_bias=False)
         if shape.has_shared_gate:
-            tensors[f"{shared}_gate.weight"] = (1, hidden)
-    return tensors
-
-
-def _matrices(name: str, inputs: Sequence[str], width: int, features: int, *, has_bias: bool) -> dict[str, Shape]:
-    """Return the tensors of one expert. inputs: names of the matrices that its input, of this width, goes into."""
-    shapes = dict.fromkeys(inputs, (features, width)) | {"down_proj": (width, features)}
-    tensors: dict[str, Shape] = {f"{name}.{matrix}.weight": shape for matrix, shape in shapes.items()}
-    return tensors | ({f"{name}.{matrix}.bias": shape[:1] for matrix, shape in shapes.items()} if has_bias else {})
+            matrices[f"{shared}_gate"] = ((1, hidden), False)
+    for index in range(num_experts):
+        name = f"{block}.experts.{index}"
+        tensors |= mlp_tensors(name, inputs, width, shape.intermediate_size, has_bias=shape.has_bias)
+    if shape.has_correction_bias:
+        tensors[f"{block}.gate.e_score_correction_bias"] = (num_experts,)
+    if shape.has_expert_scales:
+        tensors[f"{block}.gate.per_expert_scale"] = (num_experts,)
+    return tensors | expected_matrices(block, matrices)
 
 
 def _shared_name(config: ExpertsConfig) -> str:
@@ -240,3 +287,85 @@ def _read_expert(reader: ShardReader, config: ModelConfig, layer: int, index: in
     if has_bias and (reader.spreads_experts or reader.parallel.is_leader):
         bias_E = reader.tensor(f"{name}.down_proj.bias")
     return Expert(gate_up, reader.columns(f"{name}.down_proj", features), bias_E, GatedActivation.of(config.activation))
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Router of one layer: kernels/moe/expert_router.py computes few tokens, kernels/moe/top_k.py many."""
+
+    # In the model's dtype; fp32 on a CPU if logits are exact.
+    weight_LE: Tensor
+    # fp32
+    bias_X: Tensor | None
+    counters: Tensor
+    # True if logits are computed in fp32 for any model dtype.
+    is_exact: bool
+    rule: ChoiceRule
+    # Added to the logits; of the weight's dtype.
+    logit_bias_L: Tensor | None = None
+    # fp32: factors of the experts' weights.
+    factors_X: Tensor | None = None
+
+    @classmethod
+    def read(
+        cls,
+        reader: ShardReader,
+        config: ExpertsConfig,
+        name: str,
+        *,
+        num_shared: int = 0,
+        shared_gate_1E: Tensor | None = None,
+    ) -> Routing:
+        """Read a router.
+
+        name: tensor name without `.weight`. num_shared: pieces of the shared expert, last in the bank. shared_gate:
+        gate that weighs them.
+        """
+        bias_X = reader.checkpoint.read(f"{name}.e_score_correction_bias") if config.has_correction_bias else None
+        factors_X = reader.checkpoint.read(f"{name}.per_expert_scale") if config.has_expert_scales else None
+        rule = ChoiceRule(
+            num_choices=config.num_per_token,
+            scores=config.scores,
+            num_groups=config.num_groups,
+            num_groups_per_token=config.num_groups_per_token,
+            normalizes_weights=config.normalizes_weights,
+            weight_scale=config.weight_scale,
+            num_shared=num_shared,
+            weighs_shared=shared_gate_1E is not None,
+        )
+        weight_LE = reader.tensor(f"{name}.weight")
+        if shared_gate_1E is not None:
+            weight_LE = torch.cat((weight_LE, shared_gate_1E))
+        if config.scores_in_fp32 and not weight_LE.is_cuda:
+            weight_LE = weight_LE.float()
+        return cls(
+            weight_LE,
+            None if bias_X is None else bias_X.float().to(reader.device),
+            new_counters(reader.device),
+            config.scores_in_fp32,
+            rule,
+            reader.tensor(f"{name}.bias").to(weight_LE.dtype) if config.has_router_bias else None,
+            None if factors_X is None else factors_X.float().to(reader.device),
+        )
+
+    def __call__(self, x_TE: Tensor) -> RoutedTokens:
+        """Return the experts of each token, best first, and their weights."""
+        if len(x_TE) > MOST_TOKENS:
+            return RoutedTokens(*choose_experts(self._logits(x_TE), self.bias_X, self.rule, self.factors_X))
+        return route(
+            x_TE,
+            self.weight_LE,
+            self.bias_X,
+            self.counters,
+            self.rule,
+            is_exact=self.is_exact,
+            logit_bias_L=self.logit_bias_L,
+            factors_X=self.factors_X,
+        )
+
+    def _logits(self, x_TE: Tensor) -> Tensor:
+        """Return the logits (T, L), in x's dtype or fp32."""
+        if self.is_exact and x_TE.is_cuda and x_TE.dtype != torch.float32:
+            # Products of two 16-bit numbers are exact in fp32, which also accumulates them.
+            return torch.mm(x_TE, self.weight_LE.T, out_dtype=torch.float32)
+        return F.linear(x_TE.to(self.weight_LE.dtype), self.weight_LE, self.logit_bias_L)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from core.model.shape import ModelConfig
@@ -11,7 +11,7 @@ from engine.layers.layers import Linear, RMSNorm, RowParallelLinear, is_plain
 from engine.layers.residual import Residual
 from engine.layers.shards import ShardReader
 from engine.model.norms import mlp_norms, read_norm
-from engine.weights.checkpoint import Shape
+from engine.weights.checkpoint import Shape, expected_matrices
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,12 @@ class GatedMLP:
 
 def expected_tensors(config: ModelConfig, layer: int) -> Mapping[str, Shape]:
     """Return the tensors of one layer's MLP."""
-    hidden, features = config.hidden_size, config.layers[layer].intermediate_size
-    tensors: dict[str, Shape] = {}
-    shapes = dict.fromkeys(config.activation.input_matrices, (features, hidden)) | {"down_proj": (hidden, features)}
-    for name, shape in shapes.items():
-        tensors[f"model.layers.{layer}.mlp.{name}.weight"] = shape
-        if config.has_mlp_bias:
-            tensors[f"model.layers.{layer}.mlp.{name}.bias"] = shape[:1]
-    return tensors
+    name, features = f"model.layers.{layer}.mlp", config.layers[layer].intermediate_size
+    inputs = config.activation.input_matrices
+    return mlp_tensors(name, inputs, config.hidden_size, features, has_bias=config.has_mlp_bias)
+
+
+def mlp_tensors(name: str, inputs: Sequence[str], width: int, features: int, *, has_bias: bool) -> dict[str, Shape]:
+    """Return the tensors of an MLP or expert. inputs: names of the matrices that multiply its input, of this width."""
+    shapes = dict.fromkeys(inputs, (features, width)) | {"down_proj": (width, features)}
+    return expected_matrices(name, {matrix: (shape, has_bias) for matrix, shape in shapes.items()})

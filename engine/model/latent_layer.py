@@ -9,19 +9,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from core.model.shape import ModelConfig
+from core.model.shape import IndexConfig, ModelConfig
+from engine.attention.chosen_positions import IndexedTokens
 from engine.attention.latent_heads import Expansion, LatentHeads, Rotation
 from engine.kv.pool import KVPool
 from engine.layers.layers import Linear, RMSNorm, RowParallelLinear, is_plain
 from engine.layers.residual import Residual
 from engine.layers.shards import ShardReader
-from engine.model import indexer
-from engine.model.experts import SparseMLP
-from engine.model.gated_mlp import GatedMLP
-from engine.model.indexer import Indexer
-from engine.weights.checkpoint import Shape, Span
+from engine.model.experts import MLP, read_mlp
+from engine.weights.checkpoint import Shape, Span, expected_matrices
 
-# T tokens, H query heads of this rank, D head_dim of queries, C latent_dim, J numbers of a row, N nope_dim, W value_dim
+# T tokens, E hidden_size, H query heads of this rank, D head_dim of queries, C latent_dim, J numbers of a row,
+# N nope_dim, W value_dim, O numbers of a short query, G index heads, I numbers of an index key
 
 # Epsilon of the norms inside attention; the config's value applies to the other norms only.
 _EPS = 1e-6
@@ -45,7 +44,7 @@ class LatentLayer:
     indexer: Indexer | None
     output: RowParallelLinear
     mlp_norm: RMSNorm
-    mlp: GatedMLP | SparseMLP
+    mlp: MLP
     scales_queries: bool
 
     @classmethod
@@ -73,7 +72,7 @@ class LatentLayer:
                 has_bias=config.has_output_bias,
             ),
             mlp_norm=reader.norm(f"{prefix}.post_attention_layernorm", eps),
-            mlp=(SparseMLP if config.is_sparse(index) else GatedMLP).read(reader, config, index),
+            mlp=read_mlp(reader, config, index),
             scales_queries=config.layers[index].scales_queries,
         )
 
@@ -124,9 +123,6 @@ class LatentLayer:
     def written(self) -> int:
         return self.index
 
-    def end(self, x: Residual, per_layer_TP: Tensor | None) -> None:
-        pass
-
     @property
     def is_fixed(self) -> bool:
         """True if launches depend only on shapes."""
@@ -136,35 +132,79 @@ class LatentLayer:
         return is_plain(*products) and self.mlp.is_fixed
 
 
+@dataclass(frozen=True)
+class Indexer:
+    """Index queries, keys and weights of a step's tokens; see engine/attention/chosen_positions.py.
+
+    Every rank computes all heads, so that all choose alike.
+    """
+
+    index: IndexConfig
+    query: Linear
+    key: Linear
+    norm_I: Tensor
+    bias_I: Tensor
+    # fp32, with the factors of heads and products.
+    weight_GE: Tensor
+
+    @classmethod
+    def read(cls, reader: ShardReader, index: IndexConfig, prefix: str) -> Indexer:
+        scale = (index.num_heads * index.head_dim) ** -0.5
+        return cls(
+            index=index,
+            query=reader.linear({f"{prefix}.wq_b": (0, index.num_heads * index.head_dim)}),
+            key=reader.linear({f"{prefix}.wk": (0, index.head_dim)}),
+            norm_I=reader.tensor(f"{prefix}.k_norm.weight"),
+            bias_I=reader.tensor(f"{prefix}.k_norm.bias"),
+            weight_GE=reader.tensor(f"{prefix}.weights_proj.weight").float() * scale,
+        )
+
+    def __call__(self, x_TE: Tensor, q_TO: Tensor) -> IndexedTokens:
+        """Return the outputs before rotation. x: normed input of the layer; q: normed short queries."""
+        return IndexedTokens(
+            index=self.index,
+            q_TGI=torch.unflatten(self.query(q_TO), -1, (self.index.num_heads, self.index.head_dim)),
+            key_TI=self.keys(x_TE),
+            weights_TG=F.linear(x_TE.float(), self.weight_GE),
+        )
+
+    def keys(self, x_TE: Tensor) -> Tensor:
+        """Return the keys (T, I) before rotation. x: normed input of the layer."""
+        return F.layer_norm(self.key(x_TE), (self.index.head_dim,), self.norm_I, self.bias_I, _EPS)
+
+
 def expected_tensors(config: ModelConfig, layer: int) -> Mapping[str, Shape]:
     """Return the tensors of one layer, without its MLP."""
     assert config.latent is not None
     hidden, latent, heads = config.hidden_size, config.latent, config.num_q_heads
-    attention: dict[str, Shape] = {
-        "kv_a_proj_with_mqa.weight": (config.kv_dim, hidden),
-        "kv_a_layernorm.weight": (latent.latent_dim,),
-        "kv_b_proj.weight": (heads * (latent.nope_dim + latent.value_dim), latent.latent_dim),
-        "o_proj.weight": (hidden, heads * latent.value_dim),
+    prefix, has_bias, query_dim = f"model.layers.{layer}", config.has_qkv_bias, latent.query_dim
+    attention, query_size = f"{prefix}.self_attn", heads * config.head_dim
+    matrices: dict[str, tuple[Shape, bool]] = {
+        "kv_a_proj_with_mqa": ((config.kv_dim, hidden), has_bias),
+        "kv_b_proj": ((heads * (latent.nope_dim + latent.value_dim), latent.latent_dim), False),
+        "o_proj": ((hidden, heads * latent.value_dim), config.has_output_bias),
     }
-    if latent.query_dim:
-        attention |= {
-            "q_a_proj.weight": (latent.query_dim, hidden),
-            "q_a_layernorm.weight": (latent.query_dim,),
-            "q_b_proj.weight": (heads * config.head_dim, latent.query_dim),
-        }
+    norms: dict[str, Shape] = {
+        f"{prefix}.{name}": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")
+    }
+    norms[f"{attention}.kv_a_layernorm"] = (latent.latent_dim,)
+    if query_dim:
+        matrices |= {"q_a_proj": ((query_dim, hidden), has_bias), "q_b_proj": ((query_size, query_dim), False)}
+        norms[f"{attention}.q_a_layernorm"] = (query_dim,)
     else:
-        attention["q_proj.weight"] = (heads * config.head_dim, hidden)
-    if config.has_qkv_bias:
-        attention["kv_a_proj_with_mqa.bias"] = (config.kv_dim,)
-        if latent.query_dim:
-            attention["q_a_proj.bias"] = (latent.query_dim,)
-    if config.has_output_bias:
-        attention["o_proj.bias"] = (hidden,)
+        matrices["q_proj"] = ((query_size, hidden), False)
+    tensors = {f"{name}.weight": shape for name, shape in norms.items()} | expected_matrices(attention, matrices)
     if config.layers[layer].has_indexer:
-        attention |= indexer.expected_tensors(config)
-    prefix = f"model.layers.{layer}"
-    norms = {f"{prefix}.{name}.weight": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")}
-    return norms | {f"{prefix}.self_attn.{name}": shape for name, shape in attention.items()}
+        assert latent.index is not None and query_dim is not None
+        index = latent.index
+        matrices = {
+            "wq_b": ((index.num_heads * index.head_dim, query_dim), False),
+            "wk": ((index.head_dim, hidden), False),
+            "k_norm": ((index.head_dim,), True),
+            "weights_proj": ((index.num_heads, hidden), False),
+        }
+        tensors |= expected_matrices(f"{attention}.indexer", matrices)
+    return tensors
 
 
 def _read_down(reader: ShardReader, config: ModelConfig, attention: str, q_rows: Span) -> Linear:

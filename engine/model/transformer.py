@@ -1,7 +1,7 @@
 """Forward pass of one rank's share of a model: embedding, layers, final norm and output head.
 
-One class computes all families. ModelConfig selects the parts: latent_layer.py or one of layer_kinds.py, gated_mlp.py,
-experts.py or experts_beside_mlp.py, and per_layer_embeddings.py.
+One class computes all families. ModelConfig selects the parts: one of layer_kinds.py, gated_mlp.py or experts.py, and
+per_layer_embeddings.py.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,11 +42,9 @@ from engine.model import layer_kinds, per_layer_embeddings
 from engine.model.aux_hidden_states import AuxHiddenStates
 from engine.model.cpu_program import CompiledHead, CompiledLayers, can_compile
 from engine.model.decoder_layer import DecoderLayer
-from engine.model.latent_layer import LatentLayer
-from engine.model.layer_kinds import MLPLayer
+from engine.model.layer_kinds import Layer, MLPLayer, RecurrentLayer, StepStates
 from engine.model.norms import read_norm
 from engine.model.per_layer_embeddings import PerLayerEmbeddings
-from engine.model.recurrent_layer import RecurrentLayer, StepStates
 from engine.weights.checkpoint import Shape, check_tensors
 
 logger = logging.getLogger(__name__)
@@ -63,41 +61,6 @@ _ROWS_COMPARED = 8192
 
 OnLayer = Callable[[int], None]
 OnLogits = Callable[[Tensor], None]
-HeadsT = TypeVar("HeadsT", contravariant=True)
-
-
-class Layer(Protocol[HeadsT]):
-    """One layer of a model, in two halves. HeadsT: attention backend of one step."""
-
-    @property
-    def index(self) -> int: ...
-
-    @property
-    def is_fixed(self) -> bool:
-        """True if launches depend only on shapes."""
-        ...
-
-    @property
-    def scales_queries(self) -> bool:
-        """True if queries are multiplied by a factor that grows with their position."""
-        ...
-
-    def store(self, x: Residual, heads: HeadsT) -> Tensor:
-        """Write the tokens' KV to the pool. Returns the queries (T, H, D)."""
-        ...
-
-    @property
-    def written(self) -> int | None:
-        """Layer of the pool that it writes; None if it reads another one's keys and values."""
-        ...
-
-    def finish(self, x: Residual, q_THD: Tensor, heads: HeadsT) -> None:
-        """Compute the rest of the layer, attention included."""
-        ...
-
-    def end(self, x: Residual, per_layer_TP: Tensor | None) -> None:
-        """Add the layer's embedding, if the model has one per layer."""
-        ...
 
 
 class Transformer:
@@ -126,15 +89,10 @@ class Transformer:
         self._kernels = reader.kernels
         self._embedding = reader.embedding(embedding, config.vocab_size)
         self._embedding_scale = rounded(config.embedding_scale, reader.dtype)
-        # Exactly one of these two lists is filled.
-        self._layers: list[DecoderLayer | RecurrentLayer | MLPLayer] = []
-        self._latent_layers: list[LatentLayer] = []
+        self._layers: list[Layer] = []
         for index in range(config.num_layers):
-            if config.latent:
-                self._latent_layers.append(LatentLayer.read(reader, config, index))
-            else:
-                layer = layer_kinds.read_layer(reader, config, index)
-                self._layers.append(_with_basis(layer, bases, reader) if isinstance(layer, DecoderLayer) else layer)
+            layer = layer_kinds.read_layer(reader, config, index)
+            self._layers.append(_with_basis(layer, bases, reader) if isinstance(layer, DecoderLayer) else layer)
             on_read(index)
         self._norm = read_norm(reader, config, "model.norm")
         if head == embedding:
@@ -187,40 +145,18 @@ class Transformer:
                 partial(prompts.heads, batch) if prompts else None,
                 StepStates.of(batch, pool),
             )
-        token_ids_T = torch.from_numpy(batch.token_ids).to(device)
-        x_TE = self.embed(token_ids_T)
-        if aux_hidden_states is not None:
-            aux_hidden_states.token_ids_T = token_ids_T
-        per_layer_TLP = None if self._layer_embeddings is None else self._layer_embeddings(token_ids_T, x_TE)
-        angles, query_factors_T11 = self._angles(torch.from_numpy(batch.positions).to(device), x_TE.dtype)
-        x, is_scored = Residual(x_TE, adds_late=False), len(batch.scored_rows) > 0
-        states = StepStates.of(batch, pool)
-        if self._config.latent:
-            rotation = Rotation(*angles[0], self._config.ropes[0].is_interleaved)
-            latent_heads = TorchLatentHeads(batch, pool, rotation, scale=self._config.attention_scale(0))
-            x_TE = _pass(self._latent_layers, x, latent_heads, on_layer, aux_hidden_states, query_factors_T11)
-        elif self._kernels is not None:
-            is_shared = self._way == TORCH and num_long_rows(batch) > 0
-            compiled = None if is_shared else self._compiled_for(pool)
-            if compiled and compiled.is_quickest(batch.num_tokens):
-                step_rows = StepRows(batch, angles, states.slots if states else None, in_windows(batch, pool))
-                compute = partial(compiled, x_TE, step_rows, on_layer, aux_hidden_states)
-                if not is_scored:
-                    return self.logits(compute(is_whole=False), num_drafted=batch.num_drafted)
-                x_TE = compute(is_whole=True)
-            else:
-                rows = self._kernels, batch, pool, angles
-                heads: Heads
-                if is_shared:
-                    heads = SharedHeads(*rows)
-                else:
-                    heads = CompiledHeads(*rows, by_tiles=self._way == TILES)
-                x_TE = _pass(
-                    self._layers, x, heads, on_layer, aux_hidden_states, query_factors_T11, per_layer_TLP, states
-                )
+        token_ids_T, positions_T = (torch.from_numpy(ids).to(device) for ids in (batch.token_ids, batch.positions))
+        inputs, states = self._inputs(token_ids_T, positions_T, aux_hidden_states), StepStates.of(batch, pool)
+        is_scored = len(batch.scored_rows) > 0
+        if (compiled := self._compiled_for(batch, pool)) is not None:
+            step_rows = StepRows(batch, inputs.angles, states.slots if states else None, in_windows(batch, pool))
+            x_TE = compiled(inputs.x_TE, step_rows, on_layer, aux_hidden_states, is_whole=is_scored)
+            if not is_scored:
+                return self.logits(x_TE, num_drafted=batch.num_drafted)
         else:
-            heads = torch_heads(batch, pool, angles)
-            x_TE = _pass(self._layers, x, heads, on_layer, aux_hidden_states, query_factors_T11, per_layer_TLP, states)
+            heads = self._heads_on_cpu(batch, pool, inputs.angles)
+            x = Residual(inputs.x_TE, adds_late=False)
+            x_TE = self._pass(x, inputs, heads, on_layer, aux_hidden_states, states)
         if is_scored:
             self._score(x_TE[torch.from_numpy(batch.scored_rows).to(device)], on_logits)
         if not batch.wants_all_logits:
@@ -242,28 +178,16 @@ class Transformer:
         others: replaces the attention backend. states: if the model has recurrent layers. If `hindrance` is None,
         nothing here waits for the device or depends on values there.
         """
-        x_TE = self.embed(batch.token_ids_T)
-        if aux_hidden_states is not None:
-            aux_hidden_states.token_ids_T = batch.token_ids_T
-        per_layer_TLP = None if self._layer_embeddings is None else self._layer_embeddings(batch.token_ids_T, x_TE)
-        angles, query_factors_T11 = self._angles(batch.positions_T, x_TE.dtype)
-        x = Residual(x_TE, adds_late=True)
+        inputs = self._inputs(batch.token_ids_T, batch.positions_T, aux_hidden_states)
+        heads: Heads | KernelLatentHeads
         if self._config.latent:
-            rotation = Rotation(*angles[0], self._config.ropes[0].is_interleaved)
-            latent_heads = KernelLatentHeads(batch, pool, rotation, scale=self._config.attention_scale(0))
-            x_TE = _pass(self._latent_layers, x, latent_heads, on_layer, aux_hidden_states, query_factors_T11)
+            scale = self._config.attention_scale(0)
+            heads = KernelLatentHeads(batch, pool, self._rotation(inputs.angles), scale=scale)
         else:
-            heads = kernel_heads(batch, pool, angles)
-            x_TE = _pass(
-                self._layers,
-                x,
-                others(heads) if others else heads,
-                on_layer,
-                aux_hidden_states,
-                query_factors_T11,
-                per_layer_TLP,
-                states,
-            )
+            heads = kernel_heads(batch, pool, inputs.angles)
+            heads = others(heads) if others else heads
+        x = Residual(inputs.x_TE, adds_late=True)
+        x_TE = self._pass(x, inputs, heads, on_layer, aux_hidden_states, states)
         if batch.scored_rows is not None:
             self._score(x_TE.index_select(0, batch.scored_rows), on_logits)
         return self.logits(x_TE if batch.logits_rows is None else x_TE.index_select(0, batch.logits_rows))
@@ -304,7 +228,6 @@ class Transformer:
         """Return a model that shares the weights but skips some layers, whose KV is neither read nor written."""
         part = copy(self)
         part._layers = [layer for layer in self._layers if layer.index not in layers]
-        part._latent_layers = [layer for layer in self._latent_layers if layer.index not in layers]
         part._compiled = None
         return part
 
@@ -314,8 +237,7 @@ class Transformer:
 
         All ranks of a gang capture the same steps in the same order, including the NCCL kernels.
         """
-        layers: Sequence[DecoderLayer | RecurrentLayer | MLPLayer | LatentLayer] = self._layers or self._latent_layers
-        if not is_plain(self._head) or not all(layer.is_fixed for layer in layers):
+        if not is_plain(self._head) or not all(layer.is_fixed for layer in self._layers):
             return "experts are computed one by one or spread over ranks"
         return None
 
@@ -339,6 +261,9 @@ class Transformer:
         steps_T = torch.floor((positions_T.float() + scaling.offset) / scaling.interval)
         return angles, (1 + scaling.scale * torch.log1p(steps_T)).to(dtype).view(-1, 1, 1)
 
+    def _rotation(self, angles: Angles) -> Rotation:
+        return Rotation(*angles[0], self._config.ropes[0].is_interleaved)
+
     def _score(self, scored_SE: Tensor, on_logits: OnLogits | None) -> None:
         """Compute scored positions in slices. on_logits: None on ranks that only contribute their vocabulary share."""
         num_rows = max(1, SLICE_BYTES // (4 * self._config.vocab_size))
@@ -347,45 +272,71 @@ class Transformer:
             if on_logits is not None:
                 on_logits(logits_NV)
 
-    def _compiled_for(self, pool: KVPool) -> CompiledLayers | None:
-        """Return the compiled layers, or None if a step needs more than CPU kernels."""
-        if self._compiled is None and self._kernels is not None and self._parallel.size == 1:
-            if self._layer_embeddings is None and can_compile(self._layers):
+    def _compiled_for(self, batch: Batch, pool: KVPool) -> CompiledLayers | None:
+        """Return the compiled layers; None if a step needs more than CPU kernels, or torch is faster."""
+        if self._kernels is None or (self._way == TORCH and num_long_rows(batch)):
+            return None
+        if self._compiled is None and self._parallel.size == 1 and self._layer_embeddings is None:
+            if can_compile(self._layers):
                 self._compiled = CompiledLayers(self._kernels, self._layers, pool, by_tiles=self._way == TILES)
-        return self._compiled
+        return self._compiled if self._compiled and self._compiled.is_quickest(batch.num_tokens) else None
+
+    def _heads_on_cpu(self, batch: Batch, pool: KVPool, angles: Angles) -> Heads | TorchLatentHeads:
+        if self._config.latent:
+            return TorchLatentHeads(batch, pool, self._rotation(angles), scale=self._config.attention_scale(0))
+        if self._kernels is None:
+            return torch_heads(batch, pool, angles)
+        if self._way == TORCH and num_long_rows(batch):
+            return SharedHeads(self._kernels, batch, pool, angles)
+        return CompiledHeads(self._kernels, batch, pool, angles, by_tiles=self._way == TILES)
+
+    def _inputs(self, token_ids_T: Tensor, positions_T: Tensor, aux_hidden_states: AuxHiddenStates | None) -> _Inputs:
+        x_TE = self.embed(token_ids_T)
+        if aux_hidden_states is not None:
+            aux_hidden_states.token_ids_T = token_ids_T
+        per_layer_TLP = None if self._layer_embeddings is None else self._layer_embeddings(token_ids_T, x_TE)
+        return _Inputs(x_TE, per_layer_TLP, *self._angles(positions_T, x_TE.dtype))
+
+    def _pass(
+        self,
+        x: Residual,
+        inputs: _Inputs,
+        heads: Any,
+        on_layer: OnLayer | None,
+        aux_hidden_states: AuxHiddenStates | None,
+        states: StepStates | None,
+    ) -> Tensor:
+        """Run all layers: (T, E). heads: backend of the layers' kind of attention."""
+        for layer in self._layers:
+            if aux_hidden_states is not None and aux_hidden_states.wants(layer.index):
+                aux_hidden_states.note(layer.index, x.total())
+            if isinstance(layer, RecurrentLayer):
+                assert states is not None, "the pool has no states"
+                layer(x, states)
+                continue
+            if isinstance(layer, MLPLayer):
+                layer(x)
+                continue
+            q_THD = layer.store(x, heads)
+            if layer.scales_queries and inputs.query_factors_T11 is not None:
+                q_THD = q_THD * inputs.query_factors_T11
+            if on_layer is not None and layer.written is not None:
+                on_layer(layer.written)
+            layer.finish(x, q_THD, heads)
+            if isinstance(layer, DecoderLayer):
+                layer.end(x, None if inputs.per_layer_TLP is None else inputs.per_layer_TLP[:, layer.index])
+        if aux_hidden_states is not None:
+            aux_hidden_states.note(len(self._layers), x.total())
+        return x.total()
 
 
-def _pass(
-    layers: Sequence[Layer[HeadsT] | RecurrentLayer | MLPLayer],
-    x: Residual,
-    heads: HeadsT,
-    on_layer: OnLayer | None,
-    aux_hidden_states: AuxHiddenStates | None,
-    query_factors_T11: Tensor | None,
-    per_layer_TLP: Tensor | None = None,
-    states: StepStates | None = None,
-) -> Tensor:
-    """Run all layers: (T, E). query_factors: of the layers that scale queries. per_layer: embeddings of each layer."""
-    for layer in layers:
-        if aux_hidden_states is not None and aux_hidden_states.wants(layer.index):
-            aux_hidden_states.note(layer.index, x.total())
-        if isinstance(layer, RecurrentLayer):
-            assert states is not None, "the pool has no states"
-            layer(x, states)
-            continue
-        if isinstance(layer, MLPLayer):
-            layer(x)
-            continue
-        q_THD = layer.store(x, heads)
-        if layer.scales_queries and query_factors_T11 is not None:
-            q_THD = q_THD * query_factors_T11
-        if on_layer is not None and layer.written is not None:
-            on_layer(layer.written)
-        layer.finish(x, q_THD, heads)
-        layer.end(x, None if per_layer_TLP is None else per_layer_TLP[:, layer.index])
-    if aux_hidden_states is not None:
-        aux_hidden_states.note(len(layers), x.total())
-    return x.total()
+class _Inputs(NamedTuple):
+    """Inputs of the layers of one step."""
+
+    x_TE: Tensor  # embeddings
+    per_layer_TLP: Tensor | None  # embeddings of each layer
+    angles: Angles
+    query_factors_T11: Tensor | None  # of the layers that scale queries
 
 
 def expected_tensors(config: ModelConfig, ends: tuple[str, str] | None = None) -> Mapping[str, Shape]:

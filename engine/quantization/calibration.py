@@ -22,7 +22,7 @@ from engine.layers.shards import OnMatrix, ShardReader
 from engine.model.transformer import Transformer
 from engine.runner.parallel import TensorParallel
 from engine.weights.checkpoint import Checkpoint
-from engine.weights.renamed_checkpoint import open_model
+from engine.weights.open_checkpoint import open_model
 
 # T tokens, I input features, O output features
 
@@ -43,14 +43,20 @@ def inputs_of(
 
     say: receives lines of progress. Runs on the CPU in fp32. The sums take about twice a dense bf16 model's memory.
     """
-    config, observer = model_config.load(model_dir), _InputObserver({})
+    config, observed = model_config.load(model_dir), dict[str, _Observed]()
+
+    def observe(names: Sequence[str], matrix: Matrix) -> Matrix:
+        one = _Observed(matrix)
+        observed.update(dict.fromkeys(names, one))
+        return one
+
     with torch.inference_mode():
         checkpoint = open_model(model_dir, config)
-        model, pool = open_in_fp32(model_dir, config, checkpoint, prompts, on_matrix=observer.observe)
+        model, pool = open_in_fp32(model_dir, config, checkpoint, prompts, on_matrix=observe)
         for number, prompt in enumerate(prompts, 1):
             model(batch_of(prompt, pool), pool, lambda layer: None)
             say(f"prompt {number} of {len(prompts)} calibrated")
-    return {name: matrix.gram_II for name, matrix in observer.matrices.items() if matrix.gram_II is not None}
+    return {name: matrix.gram_II for name, matrix in observed.items() if matrix.gram_II is not None}
 
 
 def prompts_of_text(model_dir: Path, text: str, *, length: int, num_tokens: int) -> list[list[int]]:
@@ -82,18 +88,6 @@ def batch_of(prompt: Sequence[int], pool: KVPool) -> Batch:
     """Return the step that computes a whole prompt in the pool's first blocks."""
     row = Row(token_ids=prompt, start=0, blocks=range(pool.num_blocks), num_logits=0)
     return Batch.of([row], block_size=pool.layout.block_size)
-
-
-@dataclass(frozen=True)
-class _InputObserver:
-    """Matrices observed so far, by tensor name."""
-
-    matrices: dict[str, _Observed]
-
-    def observe(self, names: Sequence[str], matrix: Matrix) -> Matrix:
-        observed = _Observed(matrix)
-        self.matrices.update(dict.fromkeys(names, observed))
-        return observed
 
 
 @dataclass

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from core.model.shape import ModelConfig
-from engine.quantization.formats import Scheme
-from engine.quantization.rounding import round_matrix
+from engine.quantization.formats import Scheme, round_matrix
 
 Some = TypeVar("Some", list[str], Tensor)
 # Scheme of matrices whose largest magnitude is given.
@@ -102,10 +101,7 @@ def find_folds(names: Iterable[str], config: ModelConfig) -> list[Fold]:
 
 
 def find_scales(
-    folds: Iterable[Fold],
-    read: Callable[[str], Tensor],
-    scheme_for: SchemeFor,
-    grams: Mapping[str, Tensor],
+    folds: Iterable[Fold], read: Callable[[str], Tensor], scheme_for: SchemeFor, grams: Mapping[str, Tensor]
 ) -> ChannelScales:
     """Search the scales of all folds whose consumers have Gram matrices. read: returns a tensor by its name."""
     scales = ChannelScales()

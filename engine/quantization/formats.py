@@ -1,4 +1,4 @@
-"""Formats that `cluster quantize` writes. Each row of FORMATS has a format's scales, numbers, tensors and config.
+"""Formats that `cluster quantize` writes, and the rounding of a matrix in one. FORMATS has a row for each.
 
     fp8           weight e4m3, weight_scale_inv fp32 per block of 128 x 128
     fp8_dynamic   weight e4m3, weight_scale fp32 per output
@@ -24,7 +24,7 @@ from torch.nn.functional import pad
 from engine.kernels.quant.row_quantization import MOST
 from engine.weights.quantized_weight import E2M1_LEVELS, pack_4_bits
 
-# O outputs, I inputs, G groups of inputs, S inputs of a group
+# O outputs, I inputs, G groups of inputs, S inputs of a group, B columns of a block
 
 _FP8_MOST = MOST[torch.float8_e4m3fn]
 _FP8_BLOCK = 128
@@ -39,6 +39,11 @@ _CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 
 # Tensors by suffix of the name.
 Parts = dict[str, Tensor]
+
+# Columns rounded before their corrections are applied to later columns.
+_BLOCK = 128
+# Added to gram's diagonal, relative to its mean, for directions with few observations.
+_DAMPING = 0.01
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,7 @@ class Coded:
 class Scheme:
     """Scales and codes of one matrix in a format. dtype: the model's."""
 
-    format: Format
+    format: WrittenFormat
     # Inputs per scale.
     group: int
     dtype: torch.dtype
@@ -146,19 +151,9 @@ def _nearest_e2m1(scaled: Tensor) -> Tensor:
     return _E2M1_MAGNITUDES[torch.bucketize(scaled.abs(), _E2M1_BORDERS)].copysign(scaled)
 
 
-def _fp8_parts(coded: Coded, scheme: Scheme) -> Parts:
-    return {
-        "weight": coded.numbers_OI.to(torch.float8_e4m3fn),
-        "weight_scale_inv": coded.scales_OG[:: scheme.format.rows],
-    }
-
-
-def _fp8_dynamic_parts(coded: Coded, scheme: Scheme) -> Parts:
-    return {"weight": coded.numbers_OI.to(torch.float8_e4m3fn), "weight_scale": coded.scales_OG}
-
-
-def _int8_parts(coded: Coded, scheme: Scheme) -> Parts:
-    return {"weight": coded.numbers_OI.to(torch.int8), "weight_scale": coded.scales_OG}
+def _plain_parts(dtype: torch.dtype, scale: str) -> Callable[[Coded, Scheme], Parts]:
+    """scale: suffix of the scales' name."""
+    return lambda coded, scheme: {"weight": coded.numbers_OI.to(dtype), scale: coded.scales_OG[:: scheme.format.rows]}
 
 
 def _int4_parts(coded: Coded, scheme: Scheme) -> Parts:
@@ -227,8 +222,8 @@ def _scheme_config(layout: str, *, rounds_inputs: bool = False, **weights: Any) 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Format:
-    """One format of checkpoints."""
+class WrittenFormat:
+    """Row of the table."""
 
     bits: int
     # Largest number of the codes.
@@ -257,7 +252,16 @@ class Format:
         )
 
 
-_INT4 = Format(
+_FP8 = WrittenFormat(
+    bits=8,
+    most=_FP8_MOST,
+    nearest=_nearest_e4m3,
+    store=_as_fp32,
+    parts=_plain_parts(torch.float8_e4m3fn, "weight_scale"),
+    config=_scheme_config("float-quantized", num_bits=8, type="float", rounds_inputs=True),
+    scales_channels=False,
+)
+_INT4 = WrittenFormat(
     bits=4,
     most=7,
     nearest=_nearest_int(-8, 7),
@@ -268,36 +272,35 @@ _INT4 = Format(
     has_group_option=True,
     clips=_CLIPS,
 )
+_NVFP4 = WrittenFormat(
+    bits=4,
+    most=6,
+    nearest=_nearest_e2m1,
+    store=_as_e4m3,
+    parts=_nvfp4_parts,
+    config=_scheme_config(
+        "nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", scale_dtype="torch.float8_e4m3fn"
+    ),
+    group=16,
+    clips=_CLIPS,
+    has_global_scale=True,
+)
 
 FORMATS = {
-    "fp8": Format(
-        bits=8,
-        most=_FP8_MOST,
-        nearest=_nearest_e4m3,
-        store=_as_fp32,
-        parts=_fp8_parts,
+    "fp8": replace(
+        _FP8,
+        parts=_plain_parts(torch.float8_e4m3fn, "weight_scale_inv"),
         config=_fp8_config,
         group=_FP8_BLOCK,
         rows=_FP8_BLOCK,
-        scales_channels=False,
     ),
-    "fp8_dynamic": Format(
-        bits=8,
-        most=_FP8_MOST,
-        nearest=_nearest_e4m3,
-        store=_as_fp32,
-        parts=_fp8_dynamic_parts,
-        config=_scheme_config("float-quantized", num_bits=8, type="float", rounds_inputs=True),
-        scales_channels=False,
-    ),
-    "int8": Format(
-        bits=8,
+    "fp8_dynamic": _FP8,
+    "int8": replace(
+        _FP8,
         most=127,
         nearest=_nearest_int(-127, 127),
-        store=_as_fp32,
-        parts=_int8_parts,
+        parts=_plain_parts(torch.int8, "weight_scale"),
         config=_scheme_config("int-quantized", num_bits=8, type="int", rounds_inputs=True),
-        scales_channels=False,
     ),
     "int4": _INT4,
     "int4_asym": replace(
@@ -307,27 +310,74 @@ FORMATS = {
         is_symmetric=False,
         config=_scheme_config("pack-quantized", num_bits=4, type="int", symmetric=False),
     ),
-    "nvfp4": Format(
-        bits=4,
-        most=6,
-        nearest=_nearest_e2m1,
-        store=_as_e4m3,
-        parts=_nvfp4_parts,
-        config=_scheme_config(
-            "nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", scale_dtype="torch.float8_e4m3fn"
-        ),
-        group=16,
-        clips=_CLIPS,
-        has_global_scale=True,
-    ),
-    "mxfp4": Format(
-        bits=4,
-        most=6,
-        nearest=_nearest_e2m1,
+    "nvfp4": _NVFP4,
+    "mxfp4": replace(
+        _NVFP4,
         store=_as_e8m0,
         parts=_mxfp4_parts,
         config=_scheme_config("mxfp4-pack-quantized", num_bits=4, type="float", scale_dtype="torch.uint8"),
         group=32,
         clips=(1.0, 0.5),
+        has_global_scale=False,
     ),
 }
+
+
+def round_matrix(weight_OI: Tensor, scheme: Scheme, gram_II: Tensor | None = None) -> Coded:
+    """Round a matrix, group by group of inputs.
+
+    gram: sum of x x^T over calibration inputs x. Without it, each number is rounded to nearest. With it, columns are
+    rounded one after another, and each column's error is compensated in the remaining columns, as far as inputs
+    correlate (Frantar et al. 2022, "GPTQ", arXiv:2210.17323).
+    """
+    num_inputs = weight_OI.shape[1]
+    group = scheme.group or num_inputs
+    if gram_II is not None:
+        return _compensated(weight_OI.float().clone(), scheme, group, gram_II)
+    whole_OI = pad(weight_OI.float(), (0, -num_inputs % group))
+    weight_GOS = torch.unflatten(whole_OI, 1, (-1, group)).transpose(0, 1).contiguous()
+    scales_GO1, zeros_GO1 = scheme.choose(weight_GOS, torch.ones(group))
+    numbers_OI = scheme.round(weight_GOS, scales_GO1, zeros_GO1).transpose(0, 1).flatten(1)[:, :num_inputs]
+    zeros_OG = None if zeros_GO1 is None else zeros_GO1.squeeze(2).T
+    return Coded(numbers_OI, scales_GO1.squeeze(2).T, zeros_OG, group)
+
+
+def _compensated(left_OI: Tensor, scheme: Scheme, group: int, gram_II: Tensor) -> Coded:
+    """Round columns in order. A group's scale is chosen at its first column, and so fits the compensated weights."""
+    num_outputs, num_inputs = left_OI.shape
+    factor_II, importance_I = _factor(gram_II), gram_II.diagonal()
+    numbers_OI = torch.empty_like(left_OI)
+    # One of each per group so far; no zeros if codes are symmetric.
+    scales: list[Tensor] = []
+    zeros: list[Tensor] = []
+    # A block holds whole groups, so all corrections of a group's columns precede the choice of its scale.
+    block = _BLOCK if group >= num_inputs else -(-_BLOCK // group) * group
+    for start in range(0, num_inputs, block):
+        end = min(start + block, num_inputs)
+        errors_OB = torch.empty(num_outputs, end - start)
+        for i in range(start, end):
+            if i % group == 0:
+                part_GOS = left_OI[:, i : i + group].unsqueeze(0)
+                scales_GO1, zeros_GO1 = scheme.choose(part_GOS, importance_I[i : i + group])
+                scales += scales_GO1
+                zeros += [] if zeros_GO1 is None else zeros_GO1
+            scales_O1, zeros_O1 = scales[-1], zeros[-1] if zeros else None
+            column_O1 = left_OI[:, i : i + 1]
+            number_O1 = scheme.round(column_O1, scales_O1, zeros_O1)
+            rounded_O1 = (number_O1 if zeros_O1 is None else number_O1 - zeros_O1) * scales_O1
+            numbers_OI[:, i : i + 1] = number_O1
+            errors_OB[:, i - start : i - start + 1] = error_O1 = (column_O1 - rounded_O1) / factor_II[i, i]
+            left_OI[:, i + 1 : end].addmm_(error_O1, factor_II[i : i + 1, i + 1 : end], alpha=-1)
+        left_OI[:, end:].addmm_(errors_OB, factor_II[start:end, end:], alpha=-1)
+    return Coded(numbers_OI, torch.cat(scales, 1), torch.cat(zeros, 1) if zeros else None, group)
+
+
+def _factor(gram_II: Tensor) -> Tensor:
+    """Return upper triangular U with U^T U = gram^-1. Row i distributes column i's error."""
+    wide_II = gram_II.double()
+    # An empty gram falls back to plain rounding.
+    damping = _DAMPING * float(wide_II.diagonal().mean()) or 1.0
+    wide_II = wide_II + damping * torch.eye(len(wide_II), dtype=torch.float64)
+    inverse_II = torch.cholesky_inverse(torch.linalg.cholesky(wide_II))
+    factor_II: Tensor = torch.linalg.cholesky(inverse_II, upper=True)
+    return factor_II.float()

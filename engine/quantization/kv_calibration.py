@@ -32,9 +32,9 @@ from engine.attention.layer_attention import LayerAttention
 from engine.batch.device_batch import DeviceBatch
 from engine.kernels.quant.hadamard import rotate
 from engine.kv.pool import KVPool
-from engine.model.recurrent_layer import StepStates
+from engine.model.layer_kinds import StepStates
 from engine.quantization.calibration import batch_of, open_in_fp32, prompts_of_text
-from engine.weights.renamed_checkpoint import open_model
+from engine.weights.open_checkpoint import open_model
 
 # T tokens of a prompt, H query heads, K kv heads, G = H / K, D head_dim, E hidden size, R readers of a row
 

@@ -20,14 +20,12 @@ from torch import Tensor
 
 from core.model import config as model_config
 from core.model.config_file import has_own_format, read_config
-from core.model.gguf_table import TABLE
+from core.model.gguf_file import TABLE
 from core.types.errors import SpecError
 from engine.quantization.channel_scales import ChannelScales, SchemeFor, find_folds, find_scales
-from engine.quantization.formats import FORMATS, Format
-from engine.quantization.rounding import round_matrix
+from engine.quantization.formats import FORMATS, WrittenFormat, round_matrix
 from engine.weights.checkpoint import Checkpoint
-from engine.weights.open_checkpoint import open_checkpoint
-from engine.weights.renamed_checkpoint import TOWERS, RenamedCheckpoint, open_model
+from engine.weights.open_checkpoint import TOWERS, RenamedCheckpoint, open_checkpoint, open_model
 
 _FILE_BYTES = 4 << 30
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -101,7 +99,7 @@ class _Source:
     """Unquantized checkpoint with the settings for its matrices. dtype: the model's."""
 
     checkpoint: Checkpoint
-    format: Format
+    format: WrittenFormat
     # Inputs per scale; 0: whole rows.
     group: int
     dtype: torch.dtype

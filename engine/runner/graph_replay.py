@@ -14,7 +14,7 @@ from engine.config import GIB
 from engine.kernels.recurrent.state_slots import StateSlots
 from engine.kv.pool import KVPool
 from engine.model.aux_hidden_states import AuxHiddenStates, StaticAuxHiddenStates
-from engine.model.recurrent_layer import StepStates
+from engine.model.layer_kinds import StepStates
 from engine.model.transformer import Transformer
 from engine.runner.decode_graphs import Capture, DecodeGraphs, graph_sizes
 

@@ -36,10 +36,10 @@ from engine.sampling.prompt_scorer import Scorer
 from engine.scheduler.step import ScheduledStep
 from engine.scheduler.step_commands import Orders
 from engine.spec_decode.heads.head_row import Choose, HeadRow
-from engine.spec_decode.heads.heads import DraftHeads, ModelParts
+from engine.spec_decode.heads.heads import DraftHeads
 from engine.spec_decode.heads.open_heads import open_heads, warm_up_heads
 from engine.weights.checkpoint import Checkpoint, listed
-from engine.weights.renamed_checkpoint import open_model
+from engine.weights.open_checkpoint import open_model
 
 logger = logging.getLogger(__name__)
 
@@ -329,11 +329,10 @@ class ModelRunner:
         heads.attach(KVPool(self.layout, num_blocks=1, device=self.device))  # frees the other pool
 
     def _open_heads(self, config: EngineConfig, reader: ShardReader) -> DraftHeads | None:
-        found, model = config.load_heads(self.config), self._model
+        found = config.load_heads(self.config)
         if found is None:
             return None
-        parts = ModelParts(embed=model.embed, norm=model.normed, logits=model.logits, head=model.head)
-        return open_heads(found, self.config, reader=reader, parts=parts, max_rows=config.max_running)
+        return open_heads(found, self.config, reader=reader, transformer=self._model, max_rows=config.max_running)
 
     def _capture_maker(self, recorded_rows: int, capture: Capture | None) -> Callable[[], Capture] | None:
         """Return a factory of captures; None if no steps are recorded."""

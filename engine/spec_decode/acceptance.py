@@ -1,7 +1,8 @@
-"""Running acceptance rates of proposers, learned from the actual next tokens of sequences, drafted or not."""
+"""Running acceptance rates of proposers, learned from the actual next tokens of sequences, drafted or not; counts."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ _MEMORY, _MEMORY_OF_MEAN = 256.0, 32.0  # tokens of a kind; beyond that the olde
 _PRIOR_BY_KIND = [(1 + kind % 16) / (5 + kind % 16) for kind in range(NUM_KINDS)]
 _PRIOR_OF_MEAN = 0.2  # low, so that only trials, whose time is bounded, show whether calls of a model pay
 _KEEP = 0.9  # weight of the past of a sequence at each new proposal
+_MEMORY_OF_YIELD = 512.0  # rows; older ones count little
+_MIN_DRAFTED = 1e-6  # tokens; a smaller mean is the rest of drafts long ago
 _BOUNDS = 0.05, 1.25  # of a sequence's factor; low, so that a sequence that is never guessed is soon left alone
 
 
@@ -145,3 +148,35 @@ class AcceptanceTracker:
         factor.observe(sum(by_kind.rates[kind] for kind in kinds), num_right)
         by_kind.observe(kinds, num_right)
         self._means[rated.method].observe([0] * len(kinds), num_right)
+
+
+@dataclass(eq=False, slots=True)
+class DraftCounts:
+    """Drafted and accepted tokens of one method, by place in the draft."""
+
+    drafted: Counter[int] = field(default_factory=Counter)
+    accepted: Counter[int] = field(default_factory=Counter)
+
+
+class RowYield:
+    """Running mean of tokens gained and drafted per decoding row of a step. Owned by the step thread."""
+
+    def __init__(self) -> None:
+        self._rows = self._tokens = self._drafted = 0.0
+
+    def add(self, num_rows: int, *, num_tokens: int, num_drafted: int) -> None:
+        """Count a step whose decoding rows gained num_tokens and computed num_drafted beside their own."""
+        keep = max(0.0, 1 - num_rows / _MEMORY_OF_YIELD)
+        self._rows = self._rows * keep + num_rows
+        self._tokens = self._tokens * keep + num_tokens
+        self._drafted = self._drafted * keep + num_drafted
+
+    @property
+    def tokens_per_row(self) -> float:
+        """0 before the first row."""
+        return self._tokens / self._rows if self._rows else 0.0
+
+    @property
+    def drafted_per_row(self) -> float:
+        drafted = self._drafted / self._rows if self._rows else 0.0
+        return drafted if drafted >= _MIN_DRAFTED else 0.0

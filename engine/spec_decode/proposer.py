@@ -44,11 +44,15 @@ class Proposer(Protocol):
         ...
 
 
-class ModelProposer(Proposer, Protocol):
+class ModelProposer(Protocol):
     """A proposer whose calls run a model. DraftScheduler decides when to call it, for which rows and tokens.
 
     State kept per sequence must be bounded: it may be called for any running sequence, at any time, or never again.
     """
+
+    def propose(self, sequences: Seq[Sequence], max_tokens: int, /) -> list[Proposal]:
+        """See Proposer."""
+        ...
 
     def num_behind(self, sequence: Sequence, /) -> int | None:
         """Return the number of tokens to compute before it can propose; None if it cannot propose. Changes nothing."""
@@ -56,7 +60,7 @@ class ModelProposer(Proposer, Protocol):
 
     def catch_up(self, sequence: Sequence, num_tokens: int, /) -> None:
         """Compute up to num_tokens of the missing tokens, and propose nothing."""
-        ...
+        return None
 
     def rest(self, num_first: int | None, /) -> None:
         """Announce that until the next call only the first num_first tokens of answers (perhaps 0) are of interest.
@@ -64,8 +68,8 @@ class ModelProposer(Proposer, Protocol):
         None: all are. A proposer that collects state in every step may skip the rest, and then returns None from
         num_behind for sequences it has missed.
         """
-        ...
+        return None
 
     def forget(self, sequence: Sequence, /) -> None:
         """Free the state of a sequence that ended or paused here."""
-        ...
+        return None

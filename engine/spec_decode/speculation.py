@@ -7,17 +7,16 @@ from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Seq
 from functools import partial
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 from core.types.request import DraftTally
 from core.types.step_timing import StepTiming
 from engine.kv.block_manager import BlockManager
 from engine.scheduler.sequence import Sequence
-from engine.spec_decode.acceptance import AcceptanceTracker, RatedProposal
+from engine.spec_decode.acceptance import AcceptanceTracker, DraftCounts, RatedProposal
 from engine.spec_decode.draft import Draft, take_room, take_state_slots
 from engine.spec_decode.draft_plan import plan_drafts
 from engine.spec_decode.draft_scheduler import DraftScheduler
-from engine.spec_decode.draft_stats import DraftCounts
 from engine.spec_decode.proposer import ModelProposer, Proposer
 from engine.spec_decode.step_cost import FREE, StepCost
 from engine.spec_decode.suffix import Corpus, Suffix
@@ -59,30 +58,21 @@ class Speculation:
         cls,
         method: str,
         *,
-        max_tokens: int,
-        vocab_size: int,
         models: Mapping[str, ModelProposer] = MappingProxyType({}),
         corpus: Corpus | None = None,
-        backs_off: bool = True,
-        clock: Callable[[], float] = time.perf_counter,
+        **settings: Any,
     ) -> Speculation:
         """method: `ngram`, `suffix`, a key of `models`, or `auto` for `suffix` and all models.
 
-        `ngram` is `suffix` without finished answers. corpus: None for a new one.
+        `ngram` is `suffix` without finished answers. corpus: None for a new one. settings: the other arguments.
         """
         lookups: dict[str, Proposer] = {}
         if method == "ngram":
             lookups[method] = Suffix()
         elif method in ("suffix", "auto"):
             lookups["suffix"] = Suffix(corpus or Corpus())
-        return cls(
-            lookups,
-            models={name: proposer for name, proposer in models.items() if method in (name, "auto")},
-            max_tokens=max_tokens,
-            vocab_size=vocab_size,
-            backs_off=backs_off,
-            clock=clock,
-        )
+        chosen = {name: proposer for name, proposer in models.items() if method in (name, "auto")}
+        return cls(lookups, models=chosen, **settings)
 
     def draft(
         self, rows: Seq[Sequence], cost_of: Callable[[], StepCost], *, max_tokens: int, blocks: BlockManager
@@ -145,7 +135,7 @@ class Speculation:
 
     def finished(self, sequence: Sequence) -> None:
         """Note that the sequence has its last token."""
-        for proposer in (*self._lookups.values(), *self._models.values()):
+        for proposer in self._lookups.values():
             proposer.finished(sequence)
         self._scheduler.finished(sequence)
 
@@ -296,8 +286,5 @@ class Drafting:
         if not plain_s:
             return FREE
         return StepCost(
-            plain=plain_s,
-            token=timing.token_s * _MARGIN,
-            num_tokens=num_tokens,
-            factors=self._times.draft_factors,
+            plain=plain_s, token=timing.token_s * _MARGIN, num_tokens=num_tokens, factors=self._times.draft_factors
         )

@@ -1,14 +1,17 @@
-"""Interface to a model directory's weights as named tensors, readable in slices for each rank."""
+"""A model directory's weights as named tensors, readable in slices for each rank; .safetensors files as stored."""
 
 from __future__ import annotations
 
 import logging
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
+from safetensors import safe_open
 from torch import Tensor
 
+from core.model.weight_files import locate_tensors, weight_files
 from core.types.errors import SpecError
 from engine.weights.quantized_weight import QuantizedWeight
 
@@ -29,6 +32,9 @@ _SCALE = re.compile(
 # Buffers that old versions of transformers saved; they follow from the config.
 _BUFFER = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 _ZEROS = (".bias", "zero_point")
+# Dtypes of values that are stored as they are.
+FLOATS = ("F64", "F32", "F16", "BF16")
+_LOGGED = 3  # tensors named in a log line
 
 
 class Checkpoint(Protocol):
@@ -97,6 +103,12 @@ def check_tensors(
         logger.warning("not part of the model, and not read: tensors %s", listed(outside))
 
 
+def expected_matrices(prefix: str, matrices: Mapping[str, tuple[Shape, bool]]) -> dict[str, Shape]:
+    """Return the tensors of matrices, by name the shape and whether there is a bias."""
+    tensors: dict[str, Shape] = {f"{prefix}.{name}.weight": shape for name, (shape, _) in matrices.items()}
+    return tensors | {f"{prefix}.{name}.bias": shape[:1] for name, (shape, has_bias) in matrices.items() if has_bias}
+
+
 def _owner(name: str) -> str:
     """Return the prefix of a tensor's layer, or of its module outside layers."""
     match = _LAYER.match(name)
@@ -106,3 +118,44 @@ def _owner(name: str) -> str:
 def listed(names: Sequence[str]) -> str:
     """Join the first few names for a message."""
     return ", ".join(names[:_NAMED_AT_MOST]) + (" …" if len(names) > _NAMED_AT_MOST else "")
+
+
+class SafetensorsCheckpoint:
+    """Checkpoint over memory-mapped .safetensors files. dtypes: safetensors' names, such as F32."""
+
+    def __init__(self, model_dir: Path) -> None:
+        files = weight_files(model_dir)
+        located, self.unindexed = locate_tensors(files)
+        if files.note:
+            logger.warning("%s: %s", model_dir, files.note)
+        if self.unindexed:
+            named = ", ".join(sorted(self.unindexed)[:_LOGGED])
+            logger.warning(
+                "%s: %d tensors that the index does not name are not read: %s", model_dir, len(self.unindexed), named
+            )
+        # A checkpoint saved from the base model lacks the prefix `model.`. So do draft heads, which also have `fc`.
+        is_base = "embed_tokens.weight" in located and "fc.weight" not in located
+        opened = {path: safe_open(path, framework="pt") for path in sorted(set(located.values()))}
+        self._stored: dict[str, tuple[Any, str]] = {  # file, and the tensor's name in it
+            f"model.{name}" if is_base and not name.startswith("lm_head.") else name: (opened[path], name)
+            for name, path in located.items()
+        }
+        slices = {name: file.get_slice(stored) for name, (file, stored) in self._stored.items()}
+        self.shapes: dict[str, Shape] = {name: tuple(tensor.get_shape()) for name, tensor in slices.items()}
+        self.dtypes: dict[str, str] = {name: tensor.get_dtype() for name, tensor in slices.items()}
+
+    def read(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> Tensor:
+        file, stored = self._stored[name]
+        if rows is None and columns is None:
+            # get_slice does not support scalars.
+            whole: Tensor = file.get_tensor(stored)
+            return whole
+        taken, part = slice(*rows or (None,)), file.get_slice(stored)
+        tensor: Tensor = part[taken] if columns is None else part[taken, slice(*columns)]
+        return tensor
+
+    def is_quantized(self, name: str) -> bool:
+        return False
+
+    def quantized(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> None:
+        return None

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from core.model.weight_formats import INSTEAD
 from core.types.errors import SpecError
-from engine.weights.packing import AWQ_ORDER, fast_codes, fast_zeros, marlin_codes, marlin_scales
-from engine.weights.quantized_weight import E2M1_LEVELS
+from engine.weights.checkpoint import FLOATS
+from engine.weights.quantized_weight import AWQ_ORDER, E2M1_LEVELS, fast_codes, fast_zeros, marlin_codes, marlin_scales
 
-FLOATS = ("F64", "F32", "F16", "BF16")
 _DTYPES = {
     "float": FLOATS,
     "scale": (*FLOATS, "F8_E8M0", "U8"),
@@ -59,7 +58,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Format:
+class StoredFormat:
     """Row of the table.
 
     kind: required result of kind_of(config); empty: the tensors' names identify the format. bits: per code; 0: found
@@ -93,8 +92,8 @@ class Format:
         return self.levels is None and self.codes.dims != ("O", "I")
 
 
-def _row(codes: str, scales: str, zeros: str = "", **rest: Any) -> Format:
-    return Format(Part.of(codes), Part.of(scales), Part.of(zeros) if zeros else None, **rest)
+def _row(codes: str, scales: str, zeros: str = "", **rest: Any) -> StoredFormat:
+    return StoredFormat(Part.of(codes), Part.of(scales), Part.of(zeros) if zeros else None, **rest)
 
 
 _NVFP4: dict[str, Any] = {"bits": 4, "group": 16, "levels": E2M1_LEVELS}
@@ -136,7 +135,7 @@ FORMATS = (
 # fmt: on
 
 
-def format_of(stem: str, end: str, dtypes: Mapping[str, str], kind: str) -> Format | None:
+def stored_format(stem: str, end: str, dtypes: Mapping[str, str], kind: str) -> StoredFormat | None:
     """Return the format of the matrix with codes `stem + end`; None for plain floats. Raises SpecError.
 
     dtypes: safetensors dtype of every tensor, by name. kind: result of kind_of for the checkpoint's settings.
@@ -160,7 +159,7 @@ def format_of(stem: str, end: str, dtypes: Mapping[str, str], kind: str) -> Form
 
 
 def kind_of(config: Mapping[str, Any]) -> str:
-    """Return the layout of `qweight` tensors, as in Format.kind; empty for methods that have none.
+    """Return the layout of `qweight` tensors, as in StoredFormat.kind; empty for methods that have none.
 
     config: quantization_config of config.json.
     """

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from core.model.gguf_table import GGML_TYPES, read_table
+from core.model.gguf_file import GGML_TYPES, read_table
 from core.types.errors import SpecError
 from engine.weights.checkpoint import Span
-from engine.weights.quantized_weight import E2M1_LEVELS, GGMLWeight, GroupedWeight, QuantizedWeight
+from engine.weights.quantized_weight import E2M1_LEVELS, GGMLWeight, GroupedWeight, QuantizedWeight, pack_4_bits
 
 # H heads, L features of a latent, N unrotated features of a key, V features of a value
 
@@ -88,7 +88,7 @@ def _of_mxfp4(weight: GGMLWeight) -> GroupedWeight:
     scales_OG, pairs = blocks_OGB[..., 0].contiguous().view(torch.float8_e8m0fnu), blocks_OGB[..., 1:]
     codes_OI = torch.cat((pairs & 15, pairs >> 4), dim=-1).flatten(1)
     group_I = torch.arange(codes_OI.shape[1]) // weight.kind.block
-    return GroupedWeight.of_4_bits(codes_OI, scales_OG, None, group_I, levels=torch.tensor(E2M1_LEVELS))
+    return GroupedWeight(pack_4_bits(codes_OI), scales_OG, None, group_I, torch.tensor(E2M1_LEVELS))
 
 
 def _map(file: Path) -> mmap.mmap:

@@ -13,11 +13,10 @@ from torch import Tensor
 
 from core.model.weight_formats import INSTEAD
 from core.types.errors import SpecError
-from engine.weights.checkpoint import Shape, Span
+from engine.weights.checkpoint import FLOATS, SafetensorsCheckpoint, Shape, Span
 from engine.weights.formats import (
     COLUMNS,
     COMPANIONS,
-    FLOATS,
     FORMATS,
     LEVELS,
     NESTED,
@@ -26,15 +25,20 @@ from engine.weights.formats import (
     SHAPE,
     STATES,
     Declared,
-    Format,
     Part,
+    StoredFormat,
     activations_of,
-    format_of,
     kind_of,
+    stored_format,
 )
-from engine.weights.packing import unpack
-from engine.weights.quantized_weight import GroupedWeight, QuantizedWeight, ScaledColumns, is_special, pack_4_bits
-from engine.weights.safetensors_checkpoint import SafetensorsCheckpoint
+from engine.weights.quantized_weight import (
+    GroupedWeight,
+    QuantizedWeight,
+    ScaledColumns,
+    is_special,
+    pack_4_bits,
+    unpack,
+)
 
 # O outputs, I inputs, G groups of inputs
 
@@ -51,7 +55,7 @@ _AGAIN = "download the file again"
 class _Matrix:
     """Quantized matrix. stem: start of its tensors' names. expert: index in tensors that hold all experts."""
 
-    format: Format
+    format: StoredFormat
     stem: str
     shape: tuple[int, int]
     bits: int
@@ -79,7 +83,7 @@ class QuantizedCheckpoint:
         for name in plain.shapes:
             end = "_blocks" if name.endswith("_blocks") else name[name.rfind(".") :]
             stem = name.removesuffix(end)
-            if end in _ENDS and (row := format_of(stem, end, plain.dtypes, self._kind)):
+            if end in _ENDS and (row := stored_format(stem, end, plain.dtypes, self._kind)):
                 self._locate(stem, row)
             elif name.endswith("_proj") and plain.dtypes[name] not in FLOATS:
                 raise SpecError(
@@ -114,7 +118,7 @@ class QuantizedCheckpoint:
 
     # ---- Names and shapes ----
 
-    def _locate(self, stem: str, row: Format) -> None:
+    def _locate(self, stem: str, row: StoredFormat) -> None:
         """Present a matrix, or the matrices of all experts, in place of their tensors."""
         parts = [part.name for part in (row.codes, row.scales, row.zeros) if part]
         for end in (*parts, row.factor, *COMPANIONS):
@@ -132,7 +136,7 @@ class QuantizedCheckpoint:
                 self._biases[f"{name}.bias"] = (f"{stem}_bias", expert)
                 self.shapes[f"{name}.bias"] = bias[1:]
 
-    def _check_dimensions(self, stem: str, row: Format) -> None:
+    def _check_dimensions(self, stem: str, row: StoredFormat) -> None:
         """Raise SpecError if a tensor is empty, or has dimensions that its format does not."""
         for part in (row.codes, row.scales, row.zeros):
             if part is None or (shape := self._plain.shapes.get(name := stem + part.name)) is None:
@@ -147,7 +151,7 @@ class QuantizedCheckpoint:
             if "E" in part.dims and shape[0] != self._plain.shapes[stem + row.codes.name][0]:
                 raise SpecError(f"{name} has {shape[0]} experts, but {stem}{row.codes.name} has others; {_AGAIN}")
 
-    def _present(self, name: str, row: Format, stem: str, expert: int | None = None) -> None:
+    def _present(self, name: str, row: StoredFormat, stem: str, expert: int | None = None) -> None:
         if f"{name}.weight" in self._matrices or (
             row.codes.name != ".weight" and f"{name}.weight" in self._plain.shapes
         ):
@@ -156,7 +160,7 @@ class QuantizedCheckpoint:
         self._matrices[f"{name}.weight"] = _Matrix(row, stem, shape, bits, expert)
         self.shapes[f"{name}.weight"] = shape
 
-    def _shape(self, stem: str, row: Format) -> tuple[tuple[int, int], int]:
+    def _shape(self, stem: str, row: StoredFormat) -> tuple[tuple[int, int], int]:
         """Return the outputs and inputs of a matrix, and the bits of its codes."""
         if row.codes.dims == ("flat",):
             first, second = self._state(stem)["shape"]

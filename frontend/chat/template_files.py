@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from core.model.json_file import read_object
-from core.model.tokenizer_formats import TEKKEN, tekken_format
+from core.model.settings import read_object
+from core.model.tokenizer_file import TEKKEN, tekken_format
 from core.types.errors import SpecError
 
 _TEKKEN_VERSIONS = (7, 11, 13)

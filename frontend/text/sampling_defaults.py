@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from core.model.json_file import read_object
+from core.model.settings import read_object
 from core.types.errors import SpecError
 from frontend.text.completion_request import NEUTRAL, RANGES
 

@@ -15,9 +15,8 @@ from typing import Any
 import tokenizers
 
 from core.model.config import token_ids
-from core.model.json_file import read_object
-from core.model.tokenizer_file import open_tokenizer, special_tokens
-from core.model.tokenizer_formats import BYTE_OF
+from core.model.settings import read_object
+from core.model.tokenizer_file import BYTE_OF, open_tokenizer, special_tokens
 from core.types.errors import SpecError
 
 # Tokenize on the calling thread, which is already one of TextThreads, not on the library's own pool.

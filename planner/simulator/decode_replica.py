@@ -11,7 +11,7 @@ from engine.scheduler.prompts import KVSource, Prompt
 from engine.scheduler.sequence import Sequence as TokenSequence
 from engine.scheduler.step import Prefilled, ScheduledStep
 from engine.scheduler.step_commands import Orders
-from engine.spec_decode.draft_stats import RowYield
+from engine.spec_decode.acceptance import RowYield
 from planner.simulator.clock import Clock
 from planner.simulator.cores import Cores
 from planner.simulator.drafts import SimulatedDrafts

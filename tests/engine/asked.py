@@ -10,7 +10,7 @@ from numpy.testing import assert_allclose
 from torch import Tensor
 
 from core.grammar.compiler import CompiledGrammar, GrammarCompiler
-from core.grammar.thinking_mask import ThinkingMask
+from core.grammar.mask import ThinkingMask
 from core.types.constraints import Grammar, GrammarKind
 from core.types.request import SampledToken, Sampling, SequenceRequest
 from core.types.thinking_budget import ThinkingBudget

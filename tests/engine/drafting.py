@@ -8,8 +8,7 @@ from pathlib import Path
 
 from core.model.draft_heads import HeadsPlace
 from engine.kv.block_manager import BlockManager
-from engine.spec_decode.draft_models.draft_model import DraftModel, OwnLayers
-from engine.spec_decode.draft_models.head_proposer import HeadProposer
+from engine.spec_decode.draft_models.draft_model import DraftModel, HeadProposer, OwnLayers
 from engine.spec_decode.proposer import ModelProposer
 from engine.spec_decode.speculation import Speculation
 from tests.engine.spec_decode.draft_models.smaller_model import first_layers

@@ -14,7 +14,7 @@ from engine.attention.heads import in_windows
 from engine.batch.batch import Batch
 from engine.batch.device_batch import DeviceBatch
 from engine.batch.rows import Row
-from engine.model.recurrent_layer import StepStates
+from engine.model.layer_kinds import StepStates
 from engine.runner.runner import ModelRunner
 from engine.scheduler.row_updates import LastRows
 from engine.scheduler.sequence import Sequence

@@ -31,12 +31,11 @@ from engine.scheduler.prompts import KVSource, Prompt, PromptQueue
 from engine.scheduler.sequence import Sequence as TokenSequence
 from engine.scheduler.step import Prefilled, ScheduledStep
 from engine.scheduler.step_commands import Orders
+from engine.spec_decode import draft as draft_module
 from engine.spec_decode import speculation as speculation_module
-from engine.spec_decode import verification
-from engine.spec_decode.draft import Draft
+from engine.spec_decode.draft import Choose, Draft
 from engine.spec_decode.proposer import NUM_KINDS, Proposal
 from engine.spec_decode.speculation import Speculation
-from engine.spec_decode.verification import Choose
 from engine.tiers.commands import TierOrders
 from tests.engine.spec_decode.proposers import FakeProposer
 from tests.support.grids import quick
@@ -1167,7 +1166,7 @@ def _one_position_early(self: SamplingRow, num_drafted: int) -> SamplingRow:
     return _behind(self, num_drafted - 1)
 
 
-_verify, _behind = verification.verify, SamplingRow.behind
+_verify, _behind = draft_module.verify, SamplingRow.behind
 
 
 def _with_every_temper() -> None:

@@ -20,7 +20,7 @@ from benchmarks.engine.random_models import SHAPES, random_runner
 from core.model.draft_heads import HeadsPlace
 from core.types.request import Sampling
 from engine.runner.runner import ModelRunner
-from engine.spec_decode.draft_models.head_proposer import HeadProposer
+from engine.spec_decode.draft_models.draft_model import HeadProposer
 from engine.spec_decode.speculation import Speculation
 from tests.engine.spec_decode.heads.head_files import write_eagle_beside
 from tests.gpu_check.rows import tell

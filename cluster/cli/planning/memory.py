@@ -32,7 +32,7 @@ def memory_report(source: str) -> dict[str, Any]:
     from core.model import source as model_source
     from core.model.draft_heads import load_heads
     from core.model.draft_source import heads_source
-    from core.model.gguf_table import TABLE, read_table
+    from core.model.gguf_file import TABLE, read_table
     from core.spec.kv_windows import why_windows_stay, window_arithmetic
     from core.spec.loader import load_spec
     from core.types.request import Role

@@ -12,8 +12,8 @@ from core.model.families.family import (
     count_experts,
     stacked_experts,
     with_default_rope,
+    with_layers,
     with_rope,
-    with_sparse,
 )
 from core.model.families.llama import with_query_scaling
 from core.model.settings import Settings
@@ -83,8 +83,8 @@ def _with_indexers(settings: Settings, fields: Fields, *, is_interleaved: bool, 
     )
     if latent.query_dim is None:
         raise SpecError("q_lora_rank is missing: index queries are projections of the short queries")
-    layers = tuple(replace(layer, has_indexer=i not in shares) for i, layer in enumerate(fields["layers"]))
-    return fields | {"latent": replace(latent, index=index), "layers": layers}
+    has_indexer = [layer not in shares for layer in range(fields["num_layers"])]
+    return with_layers(fields | {"latent": replace(latent, index=index)}, has_indexer=has_indexer)
 
 
 def _sharing_layers(settings: Settings, num_layers: int) -> list[int]:
@@ -156,7 +156,7 @@ def with_experts(
         weight_scale=settings.real("routed_scaling_factor", 1.0),
         scores_in_fp32=True,
     )
-    return with_sparse(fields, is_sparse)
+    return with_layers(fields, is_sparse=is_sparse)
 
 
 def _groups(settings: Settings, counts: Fields, *, best: int) -> Fields:
@@ -184,54 +184,48 @@ def _glm4_moe(settings: Settings) -> Fields:
 
 FAMILIES = (
     Family(
-        architectures=("DeepseekV2ForCausalLM",),
-        model_types=("deepseek_v2",),
-        read=_deepseek_v2,
-        defaults={"max_position_embeddings": 2048, "q_lora_rank": 1536, "n_routed_experts": 64, "n_shared_experts": 2},
+        "DeepseekV2ForCausalLM",
+        ("deepseek_v2",),
+        _deepseek_v2,
+        {"max_position_embeddings": 2048, "q_lora_rank": 1536, "n_routed_experts": 64, "n_shared_experts": 2},
     ),
+    Family("DeepseekV3ForCausalLM", ("deepseek_v3", "kimi_k2"), _deepseek_v3, _V3),
     Family(
-        architectures=("DeepseekV3ForCausalLM",),
-        model_types=("deepseek_v3", "kimi_k2"),
-        read=_deepseek_v3,
-        defaults=_V3,
-    ),
-    Family(
-        architectures=("Glm4MoeLiteForCausalLM",),
-        model_types=("glm4_moe_lite",),
-        read=_deepseek_v3,
-        defaults={"first_k_dense_replace": 1, "routed_scaling_factor": 1.8, "rms_norm_eps": 1e-5}
+        "Glm4MoeLiteForCausalLM",
+        ("glm4_moe_lite",),
+        _deepseek_v3,
+        {"first_k_dense_replace": 1, "routed_scaling_factor": 1.8, "rms_norm_eps": 1e-5}
         | {"n_routed_experts": 64, "n_shared_experts": 1, "q_lora_rank": 768}
         | {"num_experts_per_tok": 4, "max_position_embeddings": 202752},
     ),
     Family(
-        architectures=("DeepseekV32ForCausalLM",),
-        model_types=("deepseek_v32",),
-        read=_deepseek_v32,
-        defaults=_V3
-        | {"max_position_embeddings": 163840, "index_topk": 2048, "index_head_dim": 128, "index_n_heads": 64},
+        "DeepseekV32ForCausalLM",
+        ("deepseek_v32",),
+        _deepseek_v32,
+        _V3 | {"max_position_embeddings": 163840, "index_topk": 2048, "index_head_dim": 128, "index_n_heads": 64},
     ),
     Family(
-        architectures=("GlmMoeDsaForCausalLM",),
-        model_types=("glm_moe_dsa",),
-        read=_glm_moe_dsa,
-        defaults={"routed_scaling_factor": 2.5, "n_routed_experts": 256, "rms_norm_eps": 1e-5}
+        "GlmMoeDsaForCausalLM",
+        ("glm_moe_dsa",),
+        _glm_moe_dsa,
+        {"routed_scaling_factor": 2.5, "n_routed_experts": 256, "rms_norm_eps": 1e-5}
         | {"n_shared_experts": 1, "first_k_dense_replace": 3, "q_lora_rank": 2048}
         | {"num_experts_per_tok": 8, "max_position_embeddings": 202752}
         | {"index_topk": 2048, "index_head_dim": 128, "index_n_heads": 32},
     ),
     Family(
-        architectures=("Mistral4ForCausalLM",),
-        model_types=("mistral4",),
-        read=_mistral4,
-        defaults={"max_position_embeddings": 1048576, "q_lora_rank": 1024}
+        "Mistral4ForCausalLM",
+        ("mistral4",),
+        _mistral4,
+        {"max_position_embeddings": 1048576, "q_lora_rank": 1024}
         | {"n_routed_experts": 128, "n_shared_experts": 1, "num_experts_per_tok": 4},
-        stored=stacked_experts(),
+        stacked_experts(),
     ),
     Family(
-        architectures=("Glm4MoeForCausalLM",),
-        model_types=("glm4_moe", "glm4v_moe_text"),
-        read=_glm4_moe,
-        defaults={"partial_rotary_factor": 0.5, "first_k_dense_replace": 1, "rms_norm_eps": 1e-5}
+        "Glm4MoeForCausalLM",
+        ("glm4_moe", "glm4v_moe_text"),
+        _glm4_moe,
+        {"partial_rotary_factor": 0.5, "first_k_dense_replace": 1, "rms_norm_eps": 1e-5}
         | {"num_key_value_heads": 8, "max_position_embeddings": 131072}
         | {"n_routed_experts": 128, "n_shared_experts": 1, "num_experts_per_tok": 8},
     ),

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from core.model.recurrent import RecurrentShape
 from core.model.rope import context_of, read_rope
 from core.model.settings import Settings
 from core.model.shape import Activation, ExpertsConfig, LayerConfig, RopeConfig
@@ -38,7 +37,7 @@ _ACTIVATIONS: Mapping[str, Activation] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Stored:
     """Tensors that a family's files store under other names or in other shapes than the model reads them.
 
@@ -60,16 +59,14 @@ class Stored:
     of: Literal["sparse", "dense", "both"] = "both"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Family:
     """Model family: how its config.json is read, and how its files name tensors."""
 
-    # Values of `architectures`, and of `model_type` where the model is the text part of a larger one.
-    architectures: tuple[str, ...]
-    model_types: tuple[str, ...] = ()
+    architecture: str  # in `architectures`
+    model_types: tuple[str, ...]  # values of `model_type` where the model is the text part of a larger one
     read: Callable[[Settings], Fields]
-    # Values that transformers assumes for missing keys.
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # values that transformers assumes for missing keys
     stored: tuple[Stored, ...] = ()
 
 
@@ -84,19 +81,11 @@ def stacked_experts(
 
     block: pattern of the name before theirs. names: of the two. split, is_transposed: see Stored.
     """
-    gate_up, down = names
+    gate_up, down = (rf"{block}\.{name}" for name in names)
+    shape: dict[str, Any] = {"has_experts": True, "is_transposed": is_transposed}
     return (
-        Stored(
-            pattern=rf"{block}\.{gate_up}",
-            name="mlp.experts.{e}.{}",
-            parts=("gate_proj", "up_proj"),
-            split=split,
-            has_experts=True,
-            is_transposed=is_transposed,
-        ),
-        Stored(
-            pattern=rf"{block}\.{down}", name="mlp.experts.{e}.down_proj", has_experts=True, is_transposed=is_transposed
-        ),
+        Stored(gate_up, "mlp.experts.{e}.{}", ("gate_proj", "up_proj"), split, **shape),
+        Stored(down, "mlp.experts.{e}.down_proj", **shape),
     )
 
 
@@ -150,12 +139,6 @@ def with_rope(
     return fields | {"ropes": (rope,), "max_context": context_of(rope)}
 
 
-def with_recurrent_layers(fields: Fields, is_recurrent: Sequence[bool], shape: RecurrentShape) -> Fields:
-    """Replace attention by recurrent layers of one shape. is_recurrent: by layer."""
-    layers = zip(fields["layers"], is_recurrent, strict=True)
-    return fields | {"layers": tuple(replace(layer, recurrent=shape if chosen else None) for layer, chosen in layers)}
-
-
 def with_default_rope(settings: Settings, parameters: Mapping[str, Any]) -> Settings:
     """Return the settings with these rotary ones if they have none."""
     has_own = settings.object("rope_parameters") or settings.object("rope_scaling")
@@ -164,10 +147,14 @@ def with_default_rope(settings: Settings, parameters: Mapping[str, Any]) -> Sett
 
 def with_ropes(fields: Fields, ropes: Mapping[str, RopeConfig], kinds: Sequence[str]) -> Fields:
     """Add a rotation for each kind of layer. kinds: of each layer."""
-    order = list(ropes)
-    layers = tuple(replace(layer, rope=order.index(kind)) for layer, kind in zip(fields["layers"], kinds, strict=True))
     shared = {"ropes": tuple(ropes.values()), "max_context": max(context_of(rope) for rope in ropes.values())}
-    return fields | {"layers": layers} | shared
+    return with_layers(fields | shared, rope=[list(ropes).index(kind) for kind in kinds])
+
+
+def with_layers(fields: Fields, **by_layer: Sequence[Any]) -> Fields:
+    """Set fields of LayerConfig, each to a value per layer."""
+    rows = zip(fields["layers"], *by_layer.values(), strict=True)
+    return fields | {"layers": tuple(replace(layer, **dict(zip(by_layer, row, strict=True))) for layer, *row in rows)}
 
 
 def activation(settings: Settings, key: str, default: str) -> Activation:
@@ -192,11 +179,7 @@ def layer_kinds(
 def with_windows(settings: Settings, fields: Fields, kinds: Sequence[str]) -> Fields:
     """Add the sliding window to the layers of that kind."""
     window = settings.count("sliding_window") if "sliding_window" in settings and SLIDING in kinds else None
-    layers = tuple(
-        replace(layer, window=window if kind == SLIDING else None)
-        for layer, kind in zip(fields["layers"], kinds, strict=True)
-    )
-    return fields | {"layers": layers}
+    return with_layers(fields, window=[window if kind == SLIDING else None for kind in kinds])
 
 
 def with_optional_windows(settings: Settings, fields: Fields, kinds: Sequence[str]) -> Fields:
@@ -240,10 +223,4 @@ def with_experts_everywhere(settings: Settings, fields: Fields, **own: Any) -> F
         normalizes_weights=True,
         **own,
     )
-    return with_sparse(fields, [True] * fields["num_layers"])
-
-
-def with_sparse(fields: Fields, is_sparse: Sequence[bool]) -> Fields:
-    """Mark the layers that have experts."""
-    layers = tuple(replace(layer, is_sparse=has) for layer, has in zip(fields["layers"], is_sparse, strict=True))
-    return fields | {"layers": layers}
+    return with_layers(fields, is_sparse=[True] * fields["num_layers"])

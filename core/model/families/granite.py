@@ -15,11 +15,4 @@ def granite(settings: Settings) -> Fields:
     }
 
 
-FAMILIES = (
-    Family(
-        architectures=("GraniteForCausalLM",),
-        model_types=("granite",),
-        read=granite,
-        defaults={"max_position_embeddings": 2048},
-    ),
-)
+FAMILIES = (Family("GraniteForCausalLM", ("granite",), granite, {"max_position_embeddings": 2048}),)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from core.model.families.family import (
     FULL,
     SLIDING,
@@ -13,6 +11,7 @@ from core.model.families.family import (
     common,
     layer_kinds,
     with_default_rope,
+    with_layers,
     with_optional_windows,
     with_rope,
     with_windows,
@@ -55,8 +54,7 @@ def with_query_scaling(settings: Settings, fields: Fields) -> Fields:
         return fields
     interval = int(fields["ropes"][0].original_max_position)
     scaling = QueryScaling(scale=rope.real("llama_4_scaling_beta"), interval=interval)
-    layers = tuple(replace(layer, scales_queries=True) for layer in fields["layers"])
-    return fields | {"query_scaling": scaling, "layers": layers}
+    return with_layers(fields | {"query_scaling": scaling}, scales_queries=[True] * fields["num_layers"])
 
 
 def qwen_windows(settings: Settings, fields: Fields) -> Fields:
@@ -84,10 +82,8 @@ def _smollm3(settings: Settings) -> Fields:
     has_rope = settings.per_layer("no_rope_layers", num_layers, (1, 0))
     has_rope = has_rope or [(index + 1) % interval != 0 for index in range(num_layers)]
     kinds = layer_kinds(settings, num_layers, lambda index: FULL if has_rope[index] else SLIDING)
-    layers = with_optional_windows(settings, fields, kinds)["layers"]
-    return fields | {
-        "layers": tuple(replace(layer, rope=0 if has else None) for layer, has in zip(layers, has_rope, strict=True))
-    }
+    fields = with_optional_windows(settings, fields, kinds)
+    return with_layers(fields, rope=[0 if has else None for has in has_rope])
 
 
 def _olmo2(settings: Settings) -> Fields:
@@ -107,66 +103,36 @@ def _phi3(settings: Settings) -> Fields:
 
 
 FAMILIES = (
+    Family("LlamaForCausalLM", ("llama",), _llama, {"max_position_embeddings": 2048}),
     Family(
-        architectures=("LlamaForCausalLM",),
-        model_types=("llama",),
-        read=_llama,
-        defaults={"max_position_embeddings": 2048},
+        "MistralForCausalLM",
+        ("mistral",),
+        _mistral,
+        {"sliding_window": 4096, "num_key_value_heads": 8, "max_position_embeddings": 131072},
     ),
     Family(
-        architectures=("MistralForCausalLM",),
-        model_types=("mistral",),
-        read=_mistral,
-        defaults={"sliding_window": 4096, "num_key_value_heads": 8, "max_position_embeddings": 131072},
+        "Ministral3ForCausalLM",
+        ("ministral3",),
+        _ministral3,
+        {"head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 262144},
     ),
+    Family("Qwen2ForCausalLM", ("qwen2",), _qwen2, _QWEN),
+    Family("Qwen3ForCausalLM", ("qwen3", "qwen3_vl_text"), _qwen3, _QWEN),
     Family(
-        architectures=("Ministral3ForCausalLM",),
-        model_types=("ministral3",),
-        read=_ministral3,
-        defaults={"head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 262144},
+        "SmolLM3ForCausalLM",
+        ("smollm3",),
+        _smollm3,
+        {"num_key_value_heads": 4, "max_position_embeddings": 32768, "rope_theta": 2e6, "tie_word_embeddings": True},
     ),
+    Family("Olmo2ForCausalLM", ("olmo2",), _olmo2, {"rms_norm_eps": 1e-5, "max_position_embeddings": 2048}),
     Family(
-        architectures=("Qwen2ForCausalLM",),
-        model_types=("qwen2",),
-        read=_qwen2,
-        defaults=_QWEN,
-    ),
-    Family(
-        architectures=("Qwen3ForCausalLM",),
-        model_types=("qwen3", "qwen3_vl_text"),
-        read=_qwen3,
-        defaults=_QWEN,
-    ),
-    Family(
-        architectures=("SmolLM3ForCausalLM",),
-        model_types=("smollm3",),
-        read=_smollm3,
-        defaults={
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 32768,
-            "rope_theta": 2e6,
-            "tie_word_embeddings": True,
-        },
-    ),
-    Family(
-        architectures=("Olmo2ForCausalLM",),
-        model_types=("olmo2",),
-        read=_olmo2,
-        defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 2048},
-    ),
-    Family(
-        architectures=("Phi3ForCausalLM",),
-        model_types=("phi3",),
-        read=_phi3,
-        defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
-        stored=(
-            Stored(
-                pattern=r"self_attn\.qkv_proj",
-                name="self_attn.{}",
-                parts=("q_proj", "k_proj", "v_proj"),
-                split="qkv",
-            ),
-            Stored(pattern=r"mlp\.gate_up_proj", name="mlp.{}", parts=("gate_proj", "up_proj")),
+        "Phi3ForCausalLM",
+        ("phi3",),
+        _phi3,
+        {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
+        (
+            Stored(r"self_attn\.qkv_proj", "self_attn.{}", ("q_proj", "k_proj", "v_proj"), "qkv"),
+            Stored(r"mlp\.gate_up_proj", "mlp.{}", ("gate_proj", "up_proj")),
         ),
     ),
 )

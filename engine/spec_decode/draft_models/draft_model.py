@@ -1,4 +1,4 @@
-"""Model proposers that draft by forward passes: a smaller model, or the served model without some of its layers."""
+"""Model proposers: a smaller model, the served model without some of its layers, or heads on its hidden states."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from typing import Protocol
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,7 +22,9 @@ from engine.runner.runner import ModelRunner
 from engine.scheduler.sequence import Sequence
 from engine.spec_decode.draft_models.draft_sampler import DraftSampler, DraftToken, RowDraft
 from engine.spec_decode.draft_models.draft_tables import DraftTable, DraftTables
-from engine.spec_decode.proposer import NO_PROPOSAL, Proposal
+from engine.spec_decode.heads.head_row import HeadLogits, HeadRow
+from engine.spec_decode.heads.heads import RankHeads
+from engine.spec_decode.proposer import NO_PROPOSAL, ModelProposer, Proposal
 from engine.weights.open_checkpoint import open_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -34,8 +36,8 @@ _LOGIT_BYTES = 64  # per logit, as MemoryTrial counts for the served model
 _GRAPH_BYTES = 6 << 20  # of a recorded step of a small model; an estimate, not measured on a GPU
 
 
-class DraftModel:
-    """ModelProposer by a smaller model of the same tokenizer (Leviathan et al. 2023, arXiv:2211.17192).
+class DraftModel(ModelProposer):
+    """Proposer by a smaller model of the same tokenizer (Leviathan et al. 2023, arXiv:2211.17192).
 
     Runs on rank 0 only, whatever the tensor parallelism, with its own weights, pool and block tables. Nothing of it is
     shipped: a sequence that moves is computed again there. A call computes what each sequence lacks, then one token of
@@ -90,34 +92,29 @@ class DraftModel:
             self.tables.computed(sequence, table, count)
 
     def propose(self, sequences: Seq[Sequence], max_tokens: int) -> list[Proposal]:
-        rows = [_ModelRow(self, one, table) for one in sequences if (table := self._open(one, max_tokens, sequences))]
-        rows.sort(key=lambda row: row.num_missing)  # a batch has its rows of few tokens first
-        _draft(rows, max_tokens, self._forward, self._sampler, block_size=self._block_size)
-        return _proposals(rows, sequences)
-
-    def finished(self, sequence: Sequence) -> None:
-        pass
-
-    def rest(self, num_first: int | None) -> None:
-        pass
+        tables: dict[Sequence, DraftTable] = {}
+        for sequence in sequences:
+            num_tokens = min(len(sequence.tokens) + max_tokens - 1, self._max_tokens)
+            if table := self.tables.open(sequence, num_tokens, keep=sequences):
+                tables[sequence] = table
+        rows = [_Row(one, table.num_known, table.blocks, self._max_tokens) for one, table in tables.items()]
+        rows.sort(key=lambda row: len(row.sequence.tokens) - row.start)  # a batch has its rows of few tokens first
+        proposals = _draft(rows, sequences, max_tokens, self._forward, self._sampler, block_size=self._block_size)
+        for row in rows:
+            table = tables[row.sequence]
+            self.tables.computed(row.sequence, table, len(row.sequence.tokens) - row.start)
+            table.drafted += row.draft.tokens[: row.num_steps - 1]
+        return proposals
 
     def forget(self, sequence: Sequence) -> None:
         self.tables.forget(sequence)
-
-    def has_room(self, sequence: Sequence, num_drafted: int) -> bool:
-        """Return whether one more token fits behind so many drafted ones."""
-        return len(sequence.tokens) + num_drafted <= self._max_tokens
-
-    def _open(self, sequence: Sequence, max_tokens: int, keep: Seq[Sequence]) -> DraftTable | None:
-        num_tokens = min(len(sequence.tokens) + max_tokens - 1, self._max_tokens)
-        return self.tables.open(sequence, num_tokens, keep=keep)
 
     def _forward(self, batch: Batch) -> Tensor:
         return self._runner.forward(batch)
 
 
-class OwnLayers:
-    """ModelProposer by the served model without its middle third of layers, for a replica of one rank.
+class OwnLayers(ModelProposer):
+    """Proposer by the served model without its middle third of layers, for a replica of one rank.
 
     It has no state (Zhang et al. 2023, arXiv:2309.08168): a draft reads the KV of the kept layers from the replica's
     pool, and writes behind it, from the sequence's last token on. The step that verifies the draft overwrites that KV
@@ -143,28 +140,20 @@ class OwnLayers:
         """Return 1 if only the last token is missing."""
         return 1 if sequence.num_missing == 1 and len(sequence.tokens) < self._max_tokens else None
 
-    def catch_up(self, sequence: Sequence, num_tokens: int) -> None:
-        pass
-
     def propose(self, sequences: Seq[Sequence], max_tokens: int) -> list[Proposal]:
-        rows = [_OwnRow(one, beyond) for one in sequences if (beyond := self._beyond(one, max_tokens)) is not None]
+        rows = [
+            _Row(one, len(one.tokens) - 1, [*one.blocks, *beyond], self._max_tokens)
+            for one in sequences
+            if (beyond := self._beyond(one, max_tokens)) is not None
+        ]
         lent = self.attach_parts(rows, max_tokens) if self._blocks.windows else []
         self._before_writing()
-        _draft(rows, max_tokens, self._forward, self._sampler, block_size=self._block_size)
+        proposals = _draft(rows, sequences, max_tokens, self._forward, self._sampler, block_size=self._block_size)
         if self._blocks.windows:
             self._blocks.windows.drop(lent)
         for row in rows:
-            self._blocks.free(row.beyond)
-        return _proposals(rows, sequences)
-
-    def finished(self, sequence: Sequence) -> None:
-        pass
-
-    def rest(self, num_first: int | None) -> None:
-        pass
-
-    def forget(self, sequence: Sequence) -> None:
-        pass
+            self._free(row)
+        return proposals
 
     def _beyond(self, sequence: Sequence, max_tokens: int) -> list[int] | None:
         """Allocate the blocks behind the sequence's own; None if there is no room."""
@@ -175,7 +164,7 @@ class OwnLayers:
         missing = sequence.num_blocks_for(num_tokens) - len(sequence.blocks)
         return beyond if self._blocks.extend(beyond, max(0, missing)) else None
 
-    def attach_parts(self, rows: list[_OwnRow], max_tokens: int) -> list[int]:
+    def attach_parts(self, rows: list[_Row], max_tokens: int) -> list[int]:
         """Attach parts for the positions to draft. Returns the blocks whose parts the caller drops after the draft.
 
         Rows for which there are no parts are removed: reservations do not cover blocks behind the last token's.
@@ -194,92 +183,108 @@ class OwnLayers:
                 lent += behind
             else:
                 rows.remove(row)
-                self._blocks.free(row.beyond)
+                self._free(row)
         return lent
 
+    def _free(self, row: _Row) -> None:
+        """Free the blocks behind the sequence's own."""
+        self._blocks.free(row.blocks[len(row.sequence.blocks) :])
 
-class _DraftingRow(Protocol):
+
+class _Row:
     """Row of a call, drafted token by token."""
 
-    sequence: Sequence
-    draft: RowDraft
+    def __init__(self, sequence: Sequence, start: int, blocks: list[int], max_tokens: int) -> None:
+        """start: first token of the sequence to compute. max_tokens: of a sequence."""
+        self.sequence = sequence
+        self.start = start
+        self.blocks = blocks
+        self.draft = RowDraft()
+        self.num_steps = 0
+        self._most_drafted = max_tokens - len(sequence.tokens)
 
     def row(self) -> Row:
         """Return the tokens to compute next."""
-        ...
+        if drafted := self.draft.tokens:
+            return Row(drafted[-1:], len(self.sequence.tokens) + len(drafted) - 1, self.blocks, num_logits=1)
+        return Row(self.sequence.tokens[self.start :], self.start, self.blocks, num_logits=1)
 
-    def take(self, token: DraftToken | None, /) -> None:
+    def take(self, token: DraftToken | None) -> None:
         """Append the token that was sampled behind the row; None ends the draft."""
-        ...
+        self.num_steps += 1
+        self.draft.take(token)
+        self.draft.is_over |= len(self.draft.tokens) > self._most_drafted
 
 
 def _draft(
-    rows: Seq[_DraftingRow],
+    rows: Seq[_Row],
+    sequences: Seq[Sequence],
     max_tokens: int,
     forward: Callable[[Batch], Tensor],
     sampler: DraftSampler,
     *,
     block_size: int,
-) -> None:
-    """Draft up to max_tokens tokens of each row, all rows together."""
+) -> list[Proposal]:
+    """Draft up to max_tokens tokens of each row, all rows together. Returns a proposal for each sequence."""
+    drafting = rows
     for place in range(max_tokens):
-        if not rows:
+        if not drafting:
             break
-        logits_RV = forward(Batch.of([row.row() for row in rows], block_size=block_size))
-        tokens = sampler.draw(logits_RV, [row.sequence for row in rows], place)
-        for row, token in zip(rows, tokens, strict=True):
+        logits_RV = forward(Batch.of([row.row() for row in drafting], block_size=block_size))
+        tokens = sampler.draw(logits_RV, [row.sequence for row in drafting], place)
+        for row, token in zip(drafting, tokens, strict=True):
             row.take(token)
-        rows = [row for row in rows if not row.draft.is_over]
-
-
-def _proposals(rows: Seq[_DraftingRow], sequences: Seq[Sequence]) -> list[Proposal]:
+        drafting = [row for row in drafting if not row.draft.is_over]
     found = {row.sequence: row.draft.proposal() for row in rows}
     return [found.get(sequence, NO_PROPOSAL) for sequence in sequences]
 
 
-class _ModelRow:
-    """_DraftingRow of DraftModel."""
+class HeadProposer(ModelProposer):
+    """Proposer by draft heads.
 
-    def __init__(self, model: DraftModel, sequence: Sequence, table: DraftTable) -> None:
-        self.sequence = sequence
-        self.draft = RowDraft()
-        self._model = model
-        self._table = table
+    Steps, or the KV that arrives, leave what heads need of a sequence, so only resting heads have to catch up.
+    """
 
-    @property
-    def num_missing(self) -> int:
-        return len(self.sequence.tokens) - self._table.num_known
+    def __init__(self, heads: RankHeads, sampler: DraftSampler | None = None) -> None:
+        """sampler: None for a new one."""
+        self._heads = heads
+        self._sampler = sampler or DraftSampler()
 
-    def row(self) -> Row:
-        table = self._table
-        if drafted := self.draft.tokens:
-            return Row(drafted[-1:], len(self.sequence.tokens) + len(drafted) - 1, table.blocks, num_logits=1)
-        return Row(self.sequence.tokens[table.num_known :], table.num_known, table.blocks, num_logits=1)
+    def num_behind(self, sequence: Sequence) -> int | None:
+        return self._heads.num_behind(_head_row(sequence)) if _decodes(sequence) else None
 
-    def take(self, token: DraftToken | None) -> None:
-        if self.draft.tokens:
-            self._table.drafted.append(self.draft.tokens[-1])
-        else:
-            self._model.tables.computed(self.sequence, self._table, self.num_missing)
-        self.draft.take(token)
-        self.draft.is_over |= not self._model.has_room(self.sequence, len(self.draft.tokens))
+    def catch_up(self, sequence: Sequence, num_tokens: int) -> None:
+        self._heads.catch_up([_head_row(sequence)], num_tokens)
+
+    def rest(self, num_first: int | None) -> None:
+        self._heads.rest(num_first)
+
+    def propose(self, sequences: Seq[Sequence], max_tokens: int) -> list[Proposal]:
+        drafts = [(sequence, RowDraft()) for sequence in sequences]
+        called = [(sequence, draft) for sequence, draft in drafts if _decodes(sequence)]
+        if called and max_tokens > 0:
+            self._heads.draft(
+                [_head_row(sequence) for sequence, _ in called], max_tokens, partial(self._choose, called)
+            )
+        return [draft.proposal() for _, draft in drafts]
+
+    def _choose(
+        self, called: Seq[tuple[Sequence, RowDraft]], logits: HeadLogits, rows: Seq[int], place: int
+    ) -> list[int]:
+        drafting = [called[row] for row in rows]
+        sequences = [sequence for sequence, _ in drafting]
+        tokens = self._sampler.draw(logits.values_RD, sequences, place, ids_V=logits.ids_D)
+        return [draft.take(token) for (_, draft), token in zip(drafting, tokens, strict=True)]
 
 
-class _OwnRow:
-    """_DraftingRow of OwnLayers."""
+def _decodes(sequence: Sequence) -> bool:
+    """Return whether only the last token's KV is missing, and none is in flight."""
+    is_next_to_last = sequence.num_computed == len(sequence.tokens) - 1 > 0
+    return is_next_to_last and bool(sequence.blocks) and not sequence.num_in_flight
 
-    def __init__(self, sequence: Sequence, beyond: list[int]) -> None:
-        self.sequence = sequence
-        self.beyond = beyond
-        self.draft = RowDraft()
-        self.blocks = [*sequence.blocks, *beyond]
 
-    def row(self) -> Row:
-        start = len(self.sequence.tokens) - 1 + len(self.draft.tokens)
-        return Row([(self.draft.tokens or self.sequence.tokens)[-1]], start, self.blocks, num_logits=1)
-
-    def take(self, token: DraftToken | None) -> None:
-        self.draft.take(token)
+def _head_row(sequence: Sequence) -> HeadRow:
+    return HeadRow(sequence.tokens[-1], len(sequence.tokens) - 1, sequence.blocks)
 
 
 def bytes_of(config: EngineConfig) -> int:

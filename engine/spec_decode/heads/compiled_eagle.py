@@ -22,8 +22,9 @@ from engine.batch.rows import Ints
 from engine.cpu.library import Kernels, Program
 from engine.cpu.structs import Angles, ProductCall, Step
 from engine.kv.pool import KVPool
-from engine.layers.layers import Before, Linear, Matrix, RMSNorm, RowParallelLinear
+from engine.layers.layers import Linear, RMSNorm, RowParallelLinear
 from engine.layers.packed_matrix import PackedMatrix
+from engine.model.cpu_program import packed, products
 from engine.model.gated_mlp import GatedMLP
 from engine.spec_decode.heads.draft_layer import DraftPlaces
 
@@ -41,8 +42,8 @@ class EagleParts:
     fuse: Linear
     embedding_norm: RMSNorm
     feature_norm: RMSNorm | None  # None: the caller has applied it
-    kv: tuple[Matrix, Matrix]
-    qkv: tuple[Matrix, Matrix]
+    kv: tuple[Linear, Linear]
+    qkv: tuple[Linear, Linear]
     output: RowParallelLinear
     mlp_norm: RMSNorm
     mlp: GatedMLP
@@ -50,9 +51,8 @@ class EagleParts:
     head: Linear
 
     @property
-    def matrices(self) -> list[Matrix]:
-        parts = self.fuse, self.output, self.mlp.gate_up, self.mlp.down, self.head
-        return [*self.kv, *self.qkv, *(part.matrix for part in parts)]
+    def products(self) -> list[Linear | RowParallelLinear]:
+        return [*self.kv, *self.qkv, self.fuse, self.output, self.mlp.gate_up, self.mlp.down, self.head]
 
 
 class CompiledEagle:
@@ -63,28 +63,24 @@ class CompiledEagle:
     ) -> None:
         """dim: head_dim. All matrices are packed."""
         self._pool = pool
-        self.most_tokens = min(_MOST, *(_packed(matrix).torch_rows - 1 for matrix in parts.matrices))
+        self.most_tokens = min(_MOST, *(packed(part).torch_rows - 1 for part in parts.products))
 
         def room(num_features: int) -> Tensor:
             return torch.zeros(self.most_tokens, num_features, dtype=torch.bfloat16)
 
-        hidden = _packed(parts.output.matrix).num_outputs
+        hidden = packed(parts.output).num_outputs
         self._embedded_CE, self._x_CE = room(hidden), room(hidden)
-        self._hidden_CW = room(_packed(parts.fuse.matrix).num_inputs)
+        self._hidden_CW = room(packed(parts.fuse).num_inputs)
         self._fused_CE = room(hidden)
-        self._kv_CMD = torch.unflatten(room(_packed(parts.kv[0]).num_outputs), -1, (-1, dim))
-        self._heads_CND = torch.unflatten(room(_packed(parts.qkv[0]).num_outputs), -1, (-1, dim))
-        self._attended_CHD = torch.unflatten(room(_packed(parts.output.matrix).num_inputs), -1, (-1, dim))
-        self._gate_up_CI = room(_packed(parts.mlp.gate_up.matrix).num_outputs)
-        self._logits_CD = room(_packed(parts.head.matrix).num_outputs)
+        self._kv_CMD = torch.unflatten(room(packed(parts.kv[0]).num_outputs), -1, (-1, dim))
+        self._heads_CND = torch.unflatten(room(packed(parts.qkv[0]).num_outputs), -1, (-1, dim))
+        self._attended_CHD = torch.unflatten(room(packed(parts.output).num_inputs), -1, (-1, dim))
+        self._gate_up_CI = room(packed(parts.mlp.gate_up).num_outputs)
+        self._logits_CD = room(packed(parts.head).num_outputs)
         heads, attended, x, gate_up = self._heads_CND, self._attended_CHD, self._x_CE, self._gate_up_CI
-        self._fuse = Program(kernels, [*_products(parts.fuse.matrix, self._hidden_CW, self._fused_CE)])
+        self._fuse = Program(kernels, [*products(parts.fuse, self._hidden_CW, self._fused_CE)])
         self._put = Program(
-            kernels,
-            [
-                *self._entry(parts, parts.kv, self._kv_CMD),
-                rotary_call(pool, attention, self._kv_CMD),
-            ],
+            kernels, [*self._entry(parts, parts.kv, self._kv_CMD), rotary_call(pool, attention, self._kv_CMD)]
         )
         self._draft = Program(
             kernels,
@@ -92,10 +88,10 @@ class CompiledEagle:
                 *self._entry(parts, parts.qkv, heads),
                 rotary_call(pool, attention, heads),
                 attention_call(pool, attention, heads[:, : attended.shape[1]], attended),
-                *_products(parts.output.matrix, attended, x, residual_CO=x),
-                *_products(parts.mlp.gate_up.matrix, x, gate_up, before=parts.mlp_norm),
-                *_products(parts.mlp.down.matrix, gate_up, x, before=parts.mlp.activation, residual_CO=x),
-                *_products(parts.head.matrix, x, self._logits_CD, before=parts.norm),
+                *products(parts.output, attended, x, residual_CE=x),
+                *products(parts.mlp.gate_up, x, gate_up, before=parts.mlp_norm),
+                *products(parts.mlp.down, gate_up, x, before=parts.mlp.activation, residual_CE=x),
+                *products(parts.head, x, self._logits_CD, before=parts.norm),
             ],
         )
 
@@ -125,9 +121,9 @@ class CompiledEagle:
         self._draft.run(step)
         return self._x_CE[:num_rows], self._logits_CD[:num_rows]
 
-    def _entry(self, parts: EagleParts, halves: tuple[Matrix, Matrix], out_CO: Tensor) -> Iterable[ProductCall]:
-        yield from _products(halves[0], self._embedded_CE, out_CO, before=parts.embedding_norm)
-        yield from _products(halves[1], self._x_CE, out_CO, before=parts.feature_norm, residual_CO=out_CO)
+    def _entry(self, parts: EagleParts, halves: tuple[Linear, Linear], out_CO: Tensor) -> Iterable[ProductCall]:
+        yield from products(halves[0], self._embedded_CE, out_CO, before=parts.embedding_norm)
+        yield from products(halves[1], self._x_CE, out_CO, before=parts.feature_norm, residual_CE=out_CO)
 
 
 class EntrySteps:
@@ -160,15 +156,4 @@ class EntrySteps:
 
 
 def can_compile(parts: EagleParts) -> bool:
-    return all(isinstance(matrix, PackedMatrix) for matrix in parts.matrices)
-
-
-def _products(
-    matrix: Matrix, x_CI: Tensor, out_CO: Tensor, *, before: Before | None = None, residual_CO: Tensor | None = None
-) -> Iterable[ProductCall]:
-    return _packed(matrix).calls(x_CI, out_CO, bias_O=None, before=before, residual_TO=residual_CO)
-
-
-def _packed(matrix: Matrix) -> PackedMatrix:
-    assert isinstance(matrix, PackedMatrix)
-    return matrix
+    return all(isinstance(part.matrix, PackedMatrix) for part in parts.products)

@@ -6,27 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor
-
 from core.model.draft_heads import STEPS_KEPT
 from engine.batch.batch import Batch
 from engine.kv.pool import KVPool
 from engine.layers.shards import ShardReader
 from engine.model.aux_hidden_states import AuxHiddenStates
+from engine.model.transformer import Transformer
 from engine.spec_decode.heads.features import Features
 from engine.spec_decode.heads.head_row import Choose, HeadRow
-
-# T tokens of a step, R rows, V vocabulary, E hidden_size
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelParts:
-    """Parts of the served model that heads use."""
-
-    embed: Callable[[Tensor], Tensor]  # token ids (T,) -> (T, E)
-    norm: Callable[[Tensor], Tensor]  # the final norm
-    logits: Callable[[Tensor], Tensor]  # hidden states (R, E), not normed -> (R, V) fp32
-    head: Callable[[Tensor], Tensor]  # the same for normed hidden states
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +21,7 @@ class HeadsRoom:
     """Environment that heads are built with."""
 
     reader: ShardReader  # of the heads' checkpoint
-    model: ModelParts
+    model: Transformer  # the served model
     max_rows: int  # of a `draft` call
 
     @property
@@ -48,8 +35,35 @@ class HeadsRoom:
         return self.reader.device.type == "cpu" and self.reader.parallel.size == 1
 
 
-class DraftHeads(Protocol):
-    """Draft heads of one kind. Owned by the step thread."""
+class RankHeads(Protocol):
+    """Heads and their state: of one rank, or of all ranks of a replica."""
+
+    def rest(self, num_first: int | None, /) -> None:
+        """Announce that drafts are requested only within the first `num_first` tokens of answers, if at all.
+
+        Heads may then stop collecting state of decoding sequences, and cannot draft for these afterwards. None: drafts
+        may be requested at any time.
+        """
+        return None
+
+    def num_behind(self, row: HeadRow, /) -> int | None:
+        """Return the number of deferred tokens to compute before a draft; None if the row cannot be drafted for."""
+        ...
+
+    def catch_up(self, rows: Sequence[HeadRow], max_tokens: int | None = None, /) -> None:
+        """Compute the first `max_tokens` of these deferred tokens, or all."""
+        return None
+
+    def draft(self, rows: Sequence[HeadRow], max_tokens: int, choose: Choose, /) -> None:
+        """Draft for each row, place after place, as far as the heads go. Skips rows without state.
+
+        `choose` picks the tokens of each place.
+        """
+        ...
+
+
+class DraftHeads(RankHeads, Protocol):
+    """Draft heads of one kind, on one rank. Owned by the step thread."""
 
     features: Features  # set by `attach`
     layers: tuple[int, ...]  # layers of the model whose hidden states are read, see AuxHiddenStates
@@ -68,37 +82,14 @@ class DraftHeads(Protocol):
         """
         ...
 
-    def rest(self, num_first: int | None, /) -> None:
-        """Announce that drafts are requested only within the first `num_first` tokens of answers, if at all.
-
-        Heads may then stop collecting state of decoding sequences, and cannot draft for these afterwards. None: drafts
-        may be requested at any time.
-        """
-        ...
-
     def pass_over(self, batch: Batch, on_layer: Callable[[int], None] | None, /) -> bool:
         """Return True if the heads skip the next step, which then must not be passed to `follow`."""
-        ...
+        return False
 
     def settle(self) -> None:
         """Write all deferred KV to the pool and to `features`, or pass it over."""
-        ...
+        return None
 
     def knows(self, rows: Sequence[HeadRow], /) -> bool:
         """Return True if the heads have the state to draft for these rows."""
-        ...
-
-    def num_behind(self, row: HeadRow, /) -> int | None:
-        """Return the number of deferred tokens to compute before a draft; None if the row cannot be drafted for."""
-        ...
-
-    def catch_up(self, rows: Sequence[HeadRow], max_tokens: int | None = None, /) -> None:
-        """Compute the first `max_tokens` of these deferred tokens, or all."""
-        ...
-
-    def draft(self, rows: Sequence[HeadRow], max_tokens: int, choose: Choose, /) -> None:
-        """Draft for each row, place after place, as far as the heads go. Skips rows without state.
-
-        `choose` picks the tokens of each place.
-        """
         ...

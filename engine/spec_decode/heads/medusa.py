@@ -11,25 +11,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import torch.nn.functional as F
-from torch import Tensor
 
 from core.model.draft_heads import HeadsConfig
 from core.model.shape import ModelConfig
 from engine.batch.batch import Batch
 from engine.kv.pool import KVPool
-from engine.layers.layers import Linear
 from engine.model.aux_hidden_states import AuxHiddenStates
 from engine.runner import streams
 from engine.spec_decode.heads.features import Features, continuable
 from engine.spec_decode.heads.head_row import Choose, HeadLogits, HeadRow
-from engine.spec_decode.heads.heads import HeadsRoom
+from engine.spec_decode.heads.heads import DraftHeads, HeadsRoom
 from engine.weights.checkpoint import Shape, check_tensors
 
 # R rows, E hidden_size, V vocabulary
 
 
-class Medusa:
-    """DraftHeads of Medusa. Keeps nothing in the pool.
+class Medusa(DraftHeads):
+    """Medusa. Keeps nothing in the pool, and so can defer nothing.
 
     A feature missing from the ring costs one step without a draft.
     """
@@ -65,37 +63,22 @@ class Medusa:
         x_TE = aux_hidden_states[self.layers[0]]
         self.features.keep(batch.slots[last_N], x_TE[streams.upload_indices(last_N, x_TE.device)])
 
-    def rest(self, num_first: int | None) -> None:
-        pass
-
-    def pass_over(self, batch: Batch, on_layer: Callable[[int], None] | None) -> bool:
-        return False
-
-    def settle(self) -> None:
-        pass
-
     def knows(self, rows: Sequence[HeadRow]) -> bool:
         return self.features.knows(rows)
 
     def num_behind(self, row: HeadRow) -> int | None:
         return 0 if self.knows([row]) else None
 
-    def catch_up(self, rows: Sequence[HeadRow], max_tokens: int | None = None) -> None:
-        pass
-
     def draft(self, rows: Sequence[HeadRow], max_tokens: int, choose: Choose) -> None:
         known, last_RE = self.features.before(rows)
         if not known:
             return
-        x_RE = self._room.model.norm(last_RE)
+        normed_RE = self._room.model.normed(last_RE)
         for place, (residuals, projection) in enumerate(self._heads[:max_tokens]):
-            choose(HeadLogits(projection(_through(residuals, x_RE)).float()), known, place)
-
-
-def _through(residuals: Sequence[Linear], x_RE: Tensor) -> Tensor:
-    for linear in residuals:
-        x_RE = x_RE + F.silu(linear(x_RE))
-    return x_RE
+            x_RE = normed_RE
+            for linear in residuals:
+                x_RE = x_RE + F.silu(linear(x_RE))
+            choose(HeadLogits(projection(x_RE).float()), known, place)
 
 
 _OLD = "{i}.{j}.linear", "{i}.{n}"  # names in checkpoints of Medusa's own repository

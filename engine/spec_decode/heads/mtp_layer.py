@@ -15,13 +15,14 @@ model's: those in the checkpoint are copies.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from core.model.draft_heads import HeadsConfig
 from core.model.shape import ModelConfig
-from engine.attention.latent_heads import LatentHeads, Rotation, TorchLatentHeads
+from engine.attention.latent_heads import Rotation, TorchLatentHeads
 from engine.attention.rotary import Rotary
 from engine.attention.triton_latent_heads import KernelLatentHeads
 from engine.batch.batch import Batch
@@ -35,9 +36,8 @@ from engine.model.latent_layer import LatentLayer
 from engine.model.layer_kinds import MLPLayer
 from engine.model.norms import read_norm
 from engine.runner import streams
-from engine.spec_decode.heads.decoder_block import heads_of
 from engine.spec_decode.heads.deferred_kv import Entries
-from engine.spec_decode.heads.draft_layer import DraftPlaces
+from engine.spec_decode.heads.draft_layer import DraftPlaces, heads_of
 from engine.spec_decode.heads.heads import HeadsRoom
 from engine.weights.checkpoint import Shape, check_tensors
 
@@ -64,8 +64,7 @@ class MtpLayer:
         self._embedding_norm = read_norm(reader, shape, f"{prefix}.enorm")
         self._feature_norm = read_norm(reader, shape, f"{prefix}.hnorm")
         self._join = reader.linear({f"{prefix}.eh_proj": (0, shape.hidden_size)})
-        self._latent_layer = LatentLayer.read(reader, shape, index) if shape.latent else None
-        self._decoder_layer = None if shape.latent else DecoderLayer.read(reader, shape, index)
+        self._layer = (LatentLayer if shape.latent else DecoderLayer).read(reader, shape, index)
         self._mlp_layer = MLPLayer.read(reader, shape, index + 1) if shape.num_layers > index + 1 else None
         self._kernels = reader.kernels
         self._norm = read_norm(reader, shape, f"{prefix}.shared_head.norm")
@@ -75,27 +74,21 @@ class MtpLayer:
         self._pool = pool
 
     def features(self, hidden_TW: Tensor) -> Tensor:
-        return self._model.norm(hidden_TW)
+        return self._model.normed(hidden_TW)
 
     def keep(self, entries: Entries, before_NE: Tensor) -> None:
         x_NE = self._entry(entries.token_ids_N, before_NE)
         x, slots_N = Residual(x_NE, adds_late=False), streams.upload_indices(entries.slots_N, x_NE.device)
         cos_N1F, sin_N1F = self._angles(entries.positions_N, x_NE)
-        if self._latent_layer:
-            self._latent_layer.keep(x, self._pool, slots_N, Rotation(cos_N1F, sin_N1F, self._is_interleaved))
-        elif self._decoder_layer:
-            self._decoder_layer.keep(x, self._pool, slots_N, cos_N1F, sin_N1F)
+        if isinstance(self._layer, LatentLayer):
+            self._layer.keep(x, self._pool, slots_N, Rotation(cos_N1F, sin_N1F, self._is_interleaved))
+        else:
+            self._layer.keep(x, self._pool, slots_N, cos_N1F, sin_N1F)
 
     def __call__(self, places: DraftPlaces, place: int, token_ids_R: Tensor, before_RE: Tensor) -> Tensor:
         batch, x_RE = places.batch(place), self._entry(token_ids_R, before_RE)
-        angles, x = self._angles(batch.positions, x_RE), Residual(x_RE, adds_late=False)
-        if self._latent_layer:
-            latent_heads = self._latent_heads(batch, Rotation(*angles, self._is_interleaved))
-            self._latent_layer.finish(x, self._latent_layer.store(x, latent_heads), latent_heads)
-        elif self._decoder_layer:
-            num_rotations = self._decoder_layer.attention.rope + 1
-            heads = heads_of(self._kernels, batch, self._pool, [angles] * num_rotations)
-            self._decoder_layer.finish(x, self._decoder_layer.store(x, heads), heads)
+        x, heads = Residual(x_RE, adds_late=False), self._heads(batch, *self._angles(batch.positions, x_RE))
+        self._layer.finish(x, self._layer.store(x, heads), heads)
         if self._mlp_layer:
             self._mlp_layer(x)
         return self._norm(x.total())
@@ -112,8 +105,12 @@ class MtpLayer:
         cos_N1F, sin_N1F = self._rotary(streams.upload_indices(positions_N, x_NE.device), x_NE.dtype)
         return (cos_N1F, sin_N1F) if self._is_rotated else (cos_N1F[..., :0], sin_N1F[..., :0])
 
-    def _latent_heads(self, batch: Batch, rotation: Rotation) -> LatentHeads:
+    def _heads(self, batch: Batch, cos_R1F: Tensor, sin_R1F: Tensor) -> Any:
+        """Return the attention backend of the layer's kind."""
         pool = self._pool
+        if isinstance(self._layer, DecoderLayer):
+            return heads_of(self._kernels, batch, pool, [(cos_R1F, sin_R1F)] * (self._layer.attention.rope + 1))
+        rotation = Rotation(cos_R1F, sin_R1F, self._is_interleaved)
         if pool.device.type == "cuda":
             return KernelLatentHeads(DeviceBatch.of(batch, pool.device), pool, rotation, scale=self._scale)
         return TorchLatentHeads(batch, pool, rotation, scale=self._scale)

@@ -15,13 +15,13 @@ from engine.batch.rows import Row
 from engine.kv.pool import KVPool
 from engine.layers.shards import ShardReader
 from engine.model.aux_hidden_states import AuxHiddenStates
+from engine.model.transformer import Transformer
 from engine.runner.parallel import TensorParallel
 from engine.spec_decode.heads.draft_layer import DraftLayer
 from engine.spec_decode.heads.eagle import Eagle
-from engine.spec_decode.heads.eagle1_layer import Eagle1Layer
-from engine.spec_decode.heads.eagle3_layer import Eagle3Layer
+from engine.spec_decode.heads.eagle_layers import Eagle1Layer, Eagle3Layer
 from engine.spec_decode.heads.head_row import HeadRow
-from engine.spec_decode.heads.heads import DraftHeads, HeadsRoom, ModelParts
+from engine.spec_decode.heads.heads import DraftHeads, HeadsRoom
 from engine.spec_decode.heads.medusa import Medusa
 from engine.spec_decode.heads.mtp_layer import MtpLayer
 from engine.weights.open_checkpoint import open_checkpoint
@@ -33,7 +33,7 @@ _LAYERS: Mapping[str, Callable[[HeadsConfig, ModelConfig, HeadsRoom], DraftLayer
 
 
 def open_heads(
-    config: HeadsConfig, model: ModelConfig, *, reader: ShardReader, parts: ModelParts, max_rows: int
+    config: HeadsConfig, model: ModelConfig, *, reader: ShardReader, transformer: Transformer, max_rows: int
 ) -> DraftHeads | None:
     """Load the heads with a reader configured as the model's. Raises SpecError.
 
@@ -51,7 +51,7 @@ def open_heads(
         # Drafts are verified, so speed is worth more than precision.
         if own.kernels:
             own = replace(own, weights="int8")
-    room = HeadsRoom(reader=own, model=parts, max_rows=max_rows)
+    room = HeadsRoom(reader=own, model=transformer, max_rows=max_rows)
     try:
         if config.kind == "medusa":
             return Medusa(config, model, room)

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from core.grammar.compiler import GrammarCompiler
-from core.grammar.thinking_mask import ThinkingMask
+from core.grammar.mask import ThinkingMask
 from core.types.constraints import Grammar, GrammarKind
 from core.types.errors import RequestError
 from core.types.thinking_budget import ThinkingBudget

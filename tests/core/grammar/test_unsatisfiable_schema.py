@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from core.grammar.unsatisfiable_schema import is_endless
+from core.grammar.strict_schema import is_endless
 from tests.support.growth import growth
 
 _HERE = {"$ref": "#"}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from core.model import config as model_config
-from core.model.gguf_table import StoredTensor, write_table
+from core.model.gguf_file import StoredTensor, write_table
 from core.types.errors import SpecError
 
 LLAMA: dict[str, Any] = {

@@ -14,8 +14,7 @@ import tiktoken
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from core.grammar.compiler import GrammarCompiler
-from core.model.tokenizer_file import open_tokenizer
-from core.model.tokenizer_formats import BYTE_OF, TEKKEN, check_tokenizer
+from core.model.tokenizer_file import BYTE_OF, TEKKEN, check_tokenizer, open_tokenizer
 from core.types.constraints import Grammar, GrammarKind
 from core.types.errors import SpecError
 from frontend.text.choice_text import Detokenizer

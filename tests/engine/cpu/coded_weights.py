@@ -9,9 +9,9 @@ import torch
 from gguf import GGMLQuantizationType
 from torch import Tensor
 
-from core.model.gguf_table import GGML_TYPES
+from core.model.gguf_file import GGML_TYPES
 from engine.cpu.structs import FormatName
-from engine.weights.quantized_weight import E2M1_LEVELS, GGMLWeight, GroupedWeight, QuantizedWeight
+from engine.weights.quantized_weight import E2M1_LEVELS, GGMLWeight, GroupedWeight, QuantizedWeight, pack_4_bits
 from tests.engine.gguf_files import random_blocks
 
 OF_GGUF = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
@@ -54,7 +54,7 @@ def _nibbles(
         zeros_OG = None if zeros is None else _integers(*zeros, num_outputs, num_groups, seed=2).float()
         factors_O = _numbers(num_outputs, seed=3) * 0.01 if has_factors else None
         scales_OG = scales(num_outputs, num_groups)
-        return GroupedWeight.of_4_bits(codes, scales_OG, zeros_OG, group_I, levels=levels, factors_O=factors_O)
+        return GroupedWeight(pack_4_bits(codes), scales_OG, zeros_OG, group_I, levels, factors_O)
 
     return make
 

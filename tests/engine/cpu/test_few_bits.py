@@ -24,7 +24,7 @@ from engine.layers.codes import format_of
 from engine.layers.layers import Before, RMSNorm
 from engine.layers.packed_matrix import PackedMatrix
 from engine.quantization.write import quantize_checkpoint
-from engine.weights.quantized_weight import GGMLWeight, GroupedWeight, QuantizedWeight
+from engine.weights.quantized_weight import GGMLWeight, GroupedWeight, QuantizedWeight, pack_4_bits
 from tests.engine.cpu.coded_weights import FORMATS, format_name, random_weight
 from tests.engine.gguf_files import write_model
 from tests.engine.steps import prompts, step
@@ -247,8 +247,8 @@ def test_unsupported_weights_are_rejected() -> None:
     """Weights with NaN and zeros between codes have no format."""
     codes, group_I = torch.zeros(4, 64, dtype=torch.uint8), torch.arange(64) // 32
     scales, zeros = torch.full((4, 2), 0.1), torch.ones(4, 2)
-    assert format_of(GroupedWeight.of_4_bits(codes, scales, zeros, group_I)) is not None
-    assert format_of(GroupedWeight.of_4_bits(codes, scales, zeros + 0.5, group_I)) is None
+    assert format_of(GroupedWeight(pack_4_bits(codes), scales, zeros, group_I)) is not None
+    assert format_of(GroupedWeight(pack_4_bits(codes), scales, zeros + 0.5, group_I)) is None
     nan = torch.full((4, 64), 127, dtype=torch.uint8).view(torch.float8_e4m3fn)
     assert format_of(GroupedWeight(nan, scales, None, group_I)) is None
 

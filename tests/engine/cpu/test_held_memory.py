@@ -14,8 +14,8 @@ from engine.cpu.library import Kernels
 from engine.layers.packed_matrix import PackedMatrix
 from engine.layers.shards import ShardReader
 from engine.runner.parallel import TensorParallel
+from engine.weights.checkpoint import SafetensorsCheckpoint
 from engine.weights.open_checkpoint import open_checkpoint
-from engine.weights.safetensors_checkpoint import SafetensorsCheckpoint
 
 VOCAB = 37
 

@@ -26,7 +26,7 @@ from engine.config import EngineConfig
 from engine.kernels.attention.query_groups import QueryGroups
 from engine.kernels.recurrent.state_slots import StateSlots
 from engine.kv.pool import KVPool
-from engine.model.recurrent_layer import StepStates
+from engine.model.layer_kinds import StepStates
 from engine.runner.runner import ModelRunner
 from tests.engine.model.test_models import FAMILIES
 from tests.engine.tiny_models import tiny_config

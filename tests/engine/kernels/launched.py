@@ -33,7 +33,7 @@ from engine.kernels.recurrent.gated_norm import launch_gated_rms_norm
 from engine.kernels.recurrent.linear_recurrence import launch_linear_recurrence
 from engine.kernels.rms_norm import launch_add_rms_norm, launch_rms_norm
 from engine.layers import layers
-from engine.model import expert_bank, recurrent_ops, routing
+from engine.model import expert_bank, experts, recurrent_mixers
 
 
 def launch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,17 +50,17 @@ def launch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         (chosen_slots, "best_slots", launch_best_slots),
         (expert_bank, "fused_experts", launch_fused_experts),
         (fused_experts, "sort_into_tiles", launch_sort_into_tiles),
-        (routing, "choose_experts", launch_choose_experts),
-        (routing, "route", launch_route),
+        (experts, "choose_experts", launch_choose_experts),
+        (experts, "route", launch_route),
         (latent_heads, "dense_prefill_attention", launch_dense_prefill_attention),
         (heads, "dense_prefill_attention", launch_dense_prefill_attention),
         (heads, "gather_rows", launch_gather_rows),
         (layers, "rms_norm", launch_rms_norm),
         (layers, "add_rms_norm", launch_add_rms_norm),
         (gated_mul, "gated_mul", launch_gated_mul),
-        (recurrent_ops, "causal_conv", launch_causal_conv),
-        (recurrent_ops, "linear_recurrence", launch_linear_recurrence),
-        (recurrent_ops, "gated_rms_norm", launch_gated_rms_norm),
+        (recurrent_mixers, "causal_conv", launch_causal_conv),
+        (recurrent_mixers, "linear_recurrence", launch_linear_recurrence),
+        (recurrent_mixers, "gated_rms_norm", launch_gated_rms_norm),
     ):
         monkeypatch.setattr(module, name, launch)
 

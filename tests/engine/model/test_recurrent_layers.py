@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,9 +25,8 @@ from engine.cpu.library import Kernels, open_kernels
 from engine.kernels.recurrent.state_slots import LayerStates, StateSlots
 from engine.layers.residual import Residual
 from engine.layers.shards import ShardReader
-from engine.model import delta_net_layer, mamba_layer, short_conv_layer
+from engine.model.recurrent_mixers import DeltaNet, Mamba, ShortConv
 from engine.runner.parallel import TensorParallel
-from engine.weights.checkpoint import Shape
 from engine.weights.open_checkpoint import open_checkpoint
 
 HIDDEN, NAME, CPU = 40, "model.layers.0.mixer", torch.device("cpu")
@@ -42,7 +41,6 @@ class Case:
     config: Callable[[], Any]
     shape: RecurrentShape
     ours: Any
-    expected: Callable[[Any, str], Mapping[str, Shape]]
     cache_name: str = "cache_params"
 
 
@@ -107,8 +105,7 @@ def mamba_case(num_groups: int, *, has_bias: bool) -> Case:
         NemotronHMamba2Mixer,
         lambda: nemotron_config(num_groups, has_bias=has_bias),
         shape,
-        mamba_layer.Mamba,
-        mamba_layer.expected_tensors,
+        Mamba,
     )
 
 
@@ -121,15 +118,13 @@ CASES = {
         Qwen3NextGatedDeltaNet,
         lambda: qwen_config(Qwen3NextConfig),
         delta_net_shape(is_fused=True),
-        delta_net_layer.DeltaNet,
-        delta_net_layer.expected_tensors,
+        DeltaNet,
     ),
     "qwen3_5": Case(
         Qwen3_5GatedDeltaNet,
         lambda: qwen_config(Qwen3_5TextConfig),
         delta_net_shape(is_fused=False),
-        delta_net_layer.DeltaNet,
-        delta_net_layer.expected_tensors,
+        DeltaNet,
     ),
     "nemotron_h": mamba_case(4, has_bias=True),
     "one_group": mamba_case(1, has_bias=False),
@@ -138,8 +133,7 @@ CASES = {
         Lfm2ShortConv,
         lfm2_config,
         ShortConvShape(hidden_size=HIDDEN, conv_width=3, has_bias=True),
-        short_conv_layer.ShortConv,
-        short_conv_layer.expected_tensors,
+        ShortConv,
         "past_key_values",
     ),
 }
@@ -196,7 +190,7 @@ def answers(
 def test_expected_tensors_are_those_of_transformers() -> None:
     for case in CASES.values():
         shapes = {f"{NAME}.{name}": tuple(tensor.shape) for name, tensor in random_module(case).state_dict().items()}
-        assert case.expected(case.shape, NAME) == shapes
+        assert case.ours.expected_tensors(case.shape, NAME) == shapes
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -286,5 +280,5 @@ def test_bytes_of_states() -> None:
         norm_eps=1e-6,
         is_fused=True,
     )
-    assert (shape.matrix_bytes(), shape.conv_bytes(number_bytes=2)) == (2 << 20, 48 << 10)
-    assert (shape.matrix_bytes(4), shape.conv_bytes(4, number_bytes=2)) == (512 << 10, 12 << 10)
+    assert (shape.matrix_bytes(), shape.state_bytes(number_bytes=2)) == (2 << 20, (2 << 20) + (48 << 10))
+    assert (shape.matrix_bytes(4), shape.state_bytes(4, number_bytes=2)) == (512 << 10, (512 << 10) + (12 << 10))

@@ -12,9 +12,8 @@ from engine.kernels.moe.top_k import ChoiceRule
 from engine.layers.layers import Linear, RMSNorm, RowParallelLinear, TorchMatrix
 from engine.layers.residual import Residual
 from engine.model.expert_bank import ExpertStack
-from engine.model.experts import SharedExpert, SparseMLP, SplitExperts
+from engine.model.experts import Routing, SharedExpert, SparseMLP, SplitExperts
 from engine.model.gated_mlp import GatedMLP
-from engine.model.routing import Routing
 from engine.runner.parallel import TensorParallel
 from tests.engine.kernels.launched import launch_kernels
 

@@ -18,8 +18,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from benchmarks.engine.kernels import bench_kernels
 from core.types.errors import SpecError
 from engine.quantization import write
-from engine.quantization.formats import FORMATS
-from engine.quantization.rounding import round_matrix
+from engine.quantization.formats import FORMATS, round_matrix
 from engine.quantization.write import quantize_checkpoint
 from engine.weights.open_checkpoint import open_checkpoint
 from engine.weights.quantized_weight import E2M1_LEVELS

@@ -13,11 +13,9 @@ from safetensors.torch import save_file
 from core.model import config as model_config
 from engine.quantization.calibration import inputs_of
 from engine.quantization.channel_scales import find_folds, find_scales
-from engine.quantization.formats import FORMATS
-from engine.quantization.rounding import round_matrix
+from engine.quantization.formats import FORMATS, round_matrix
 from engine.quantization.write import by_stored_name, quantize_checkpoint
-from engine.weights.open_checkpoint import open_checkpoint
-from engine.weights.renamed_checkpoint import open_model
+from engine.weights.open_checkpoint import open_checkpoint, open_model
 from tests.engine.steps import prompts, step
 from tests.engine.tiny_models import (
     CONFIGS,

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from engine.batch.batch import Batch, DeviceTokens
 from engine.batch.device_batch import DeviceBatch, upload
 from engine.batch.rows import Row
-from engine.model.recurrent_layer import StepStates
+from engine.model.layer_kinds import StepStates
 from engine.runner import decode_graphs, graph_replay
 from engine.runner.decode_graphs import Step, graph_sizes
 from engine.runner.runner import ModelRunner

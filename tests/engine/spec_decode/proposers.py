@@ -79,7 +79,6 @@ class FakeModelProposer:
         self.calls: list[tuple[int, int]] = []  # rows and depth of each call
         self.pieces: list[int] = []
         self.spent_s = 0.0
-        self.finished_with: list[Sequence] = []
         self.forgotten: list[Sequence] = []
         self.num_first: int | None = None
         self._missed: WeakSet[Sequence] = WeakSet()
@@ -110,9 +109,6 @@ class FakeModelProposer:
             self._computed[sequence] = len(sequence.tokens)
         guesses = [self._guess(sequence.tokens, max_tokens) for sequence in sequences]
         return [Proposal(tokens, [0] * len(tokens)) for tokens in guesses]
-
-    def finished(self, sequence: Sequence) -> None:
-        self.finished_with.append(sequence)
 
     def rest(self, num_first: int | None) -> None:
         self.num_first = num_first

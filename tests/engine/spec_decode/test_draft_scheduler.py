@@ -375,15 +375,14 @@ def test_would_draft_calls_no_model() -> None:
     assert not awaited[0] and any(awaited), "would_draft must allow trials"
 
 
-def test_finished_and_forget_reach_model_proposers() -> None:
+def test_forget_reaches_model_proposers() -> None:
     clock = FakeClock()
     proposer = FakeModelProposer(_right, clock, _CHEAP)
     replica = Replica(clock, m=proposer)
     replica.step()
     row: Sequence = replica.rows[0]
-    replica.speculation.finished(row)
     replica.speculation.forget(row)
-    assert proposer.finished_with == proposer.forgotten == [row]
+    assert proposer.forgotten == [row]
     assert replica.speculation.take_model_s() == pytest.approx(proposer.spent_s) and proposer.spent_s
     assert replica.speculation.take_model_s() == 0.0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from core.rpc import worker_pb2 as pb
 from core.wire.messages import make_plausible
-from engine.spec_decode.draft_stats import RowYield
+from engine.spec_decode.acceptance import RowYield
 
 
 def test_yield_of_old_drafts_fades_to_zero() -> None:

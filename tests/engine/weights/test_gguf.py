@@ -11,8 +11,8 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 
+from core.model.gguf_file import GGML_TYPES, StoredTensor, write_table
 from core.model.gguf_import import import_gguf
-from core.model.gguf_table import GGML_TYPES, StoredTensor, write_table
 from core.types.errors import SpecError
 from engine.weights.open_checkpoint import open_checkpoint
 from tests.engine.gguf_files import finish, random_blocks, write_model

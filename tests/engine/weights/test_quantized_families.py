@@ -24,8 +24,7 @@ from engine.config import EngineConfig
 from engine.quantization.calibration import inputs_of
 from engine.quantization.write import by_stored_name, quantize_checkpoint
 from engine.runner.runner import ModelRunner
-from engine.weights.open_checkpoint import open_checkpoint
-from engine.weights.renamed_checkpoint import open_model
+from engine.weights.open_checkpoint import open_checkpoint, open_model
 from tests.engine import gang
 from tests.engine.gang import StartGang
 from tests.engine.quantized_files import (

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from core.model import config as model_config
 from core.types.errors import SpecError
-from engine.weights.renamed_checkpoint import open_model
+from engine.weights.open_checkpoint import open_model
 
 _SIZES: dict[str, Any] = {
     "hidden_size": 8,

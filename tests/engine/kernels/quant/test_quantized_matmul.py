@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from core.model.gguf_table import GGML_TYPES
+from core.model.gguf_file import GGML_TYPES
 from engine.cpu.autotune import FP8, MeasuredWays, Ways
 from engine.kernels.gated_mul import GatedActivation
 from engine.kernels.moe.expert_tiles import sort_into_tiles
@@ -29,7 +29,7 @@ from engine.layers import low_bit_matrix
 from engine.layers.code_parts import panels_of, rows_of
 from engine.layers.layers import TorchMatrix
 from engine.layers.low_bit_matrix import CodedMatrix
-from engine.weights.quantized_weight import E2M1_LEVELS, GGMLWeight, GroupedWeight, QuantizedWeight
+from engine.weights.quantized_weight import E2M1_LEVELS, GGMLWeight, GroupedWeight, QuantizedWeight, pack_4_bits
 from tests.engine.kernels.moe.test_fused_experts import biases, choices
 from tests.engine.kernels.pools import DEVICE, DTYPES, random
 from tests.engine.kernels.read_bytes import count_reads
@@ -135,8 +135,8 @@ def random_weight(name: str, num_outputs: int, num_inputs: int, *, seed: int = 0
     if form.codes is not None:
         return GroupedWeight(codes.to(form.codes), scales, None if not form.zeros and least else zeros, group_I)
     levels = None if form.levels is None else torch.tensor(form.levels)
-    return GroupedWeight.of_4_bits(
-        codes, scales, zeros if levels is None else None, group_I, levels=levels, factors_O=factors
+    return GroupedWeight(
+        pack_4_bits(codes), scales, zeros if levels is None else None, group_I, levels=levels, factors_O=factors
     )
 
 

@@ -17,7 +17,7 @@ from engine.config import EngineConfig
 from engine.runner.runner import ModelRunner
 from engine.scheduler.sequence import Sequence
 from engine.scheduler.step_commands import Orders
-from engine.spec_decode.draft_models.head_proposer import HeadProposer
+from engine.spec_decode.draft_models.draft_model import HeadProposer
 from engine.spec_decode.heads.head_row import HeadLogits, HeadRow
 from engine.spec_decode.proposer import Proposal
 from engine.spec_decode.speculation import Speculation

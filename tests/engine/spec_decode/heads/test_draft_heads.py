@@ -24,8 +24,8 @@ from engine.cpu.library import open_kernels
 from engine.engine import SchedulerConfig
 from engine.runner.runner import ModelRunner
 from engine.scheduler.sequence import Sequence
+from engine.spec_decode.draft_models.draft_model import HeadProposer
 from engine.spec_decode.draft_models.draft_sampler import DraftSampler
-from engine.spec_decode.draft_models.head_proposer import HeadProposer
 from engine.spec_decode.heads.head_row import HeadLogits, HeadRow
 from engine.spec_decode.proposer import Proposal
 from engine.spec_decode.speculation import Speculation

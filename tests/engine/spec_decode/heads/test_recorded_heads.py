@@ -14,8 +14,8 @@ from engine.config import EngineConfig
 from engine.runner.decode_graphs import Capture
 from engine.runner.runner import ModelRunner
 from engine.scheduler.sequence import Sequence
+from engine.spec_decode.draft_models.draft_model import HeadProposer
 from engine.spec_decode.draft_models.draft_sampler import DraftSampler
-from engine.spec_decode.draft_models.head_proposer import HeadProposer
 from engine.spec_decode.speculation import Speculation
 from tests.engine.asked import AnswerText, Asked, answers
 from tests.engine.counted_replays import FakeReplays

@@ -17,7 +17,7 @@ from engine.batch.batch import Batch
 from engine.batch.rows import Row
 from engine.model.aux_hidden_states import AuxHiddenStates
 from engine.runner.runner import ModelRunner
-from engine.spec_decode.heads.eagle3_layer import Eagle3Layer
+from engine.spec_decode.heads.eagle_layers import Eagle3Layer
 from engine.spec_decode.heads.head_row import HeadLogits, HeadRow
 from tests.engine.spec_decode.heads.head_files import eagle_reference, write_eagle
 from tests.engine.steps import prompts
