@@ -3,7 +3,7 @@ benchmarks.autoscaler.splits --traces DIR`.
 
 Both public traces are mixed (benchmarks/autoscaler/mix.py: requests of both that have at least twenty tokens of prompt
 for each of the answer, and such that have at most two), in a shape that `--shape` names; the load is `--load` of what
-16 replicas carry by arithmetic (planner/autoscaler/arithmetic.py) if they are split for each moment. See
+16 replicas carry by arithmetic (planner/autoscaler/simulated_outlook.py) if they are split for each moment. See
 docs/benchmarks/planner.md.
 """
 
@@ -25,15 +25,12 @@ from benchmarks.autoscaler.mix import MixRates, Wave
 from cluster.cli.planning.autoscale import compare_table
 from core.spec.schema import AutoscaleSpec, PoolBounds
 from core.trace.trace import TraceRequest, read_trace, write_trace
-from planner.autoscaler.arithmetic import demand_of
 from planner.autoscaler.decide import Autoscaler
-from planner.autoscaler.pool_sizes import PoolSizes, ScaleLimits
-from planner.autoscaler.replay import ReplayPrice, ScaledReplay
+from planner.autoscaler.pool_sizes import PoolSizes
+from planner.autoscaler.replay import ScaledReplay
 from planner.autoscaler.scaling_decision import ScalingDecision
-from planner.autoscaler.simulated_outlook import Fleets
-from planner.simulator.fleet_setup import FleetSetup
-from planner.simulator.profile import load_profile
-from planner.simulator.run import simulate
+from planner.autoscaler.simulated_outlook import Fleets, demand_of
+from planner.simulator.profile import FleetSetup, load_profile
 
 _FILES = {"mooncake": "mooncake_conversation.jsonl", "azure": "azure_llm_2023_conv.csv"}
 # Assumed prefix reuse for the load arithmetic.
@@ -99,7 +96,6 @@ def make_fleets(options: argparse.Namespace) -> Fleets:
     setup = FleetSetup(
         num_prefill=1,
         num_decode=1,
-        policy="cost",
         block_size=64,
         kv_tokens=profile.kv.pool_tokens,
         prefix_fetches=True,
@@ -151,8 +147,7 @@ def _window_of(trace: list[TraceRequest], options: argparse.Namespace, fleets: F
 
 
 def _replicas_for(trace: list[TraceRequest], fleets: Fleets) -> float:
-    demand = demand_of(trace, fleets.setup, fleets.profile, slo_itl_s=fleets.slo_itl_s, reuse_share=_REUSE)
-    return demand.prefill + demand.decode
+    return sum(demand_of(trace, fleets, reuse_share=_REUSE))
 
 
 def _turning(period_s: float) -> tuple[Wave, Wave]:
@@ -197,7 +192,7 @@ def run_scaled(options: argparse.Namespace, fleets: Fleets, trace: list[TraceReq
         max_devices=options.replicas,
         interval_s=options.interval,
     )
-    autoscaler = Autoscaler(spec, ScaleLimits.of(spec, devices=PoolSizes(1, 1)))
+    autoscaler = Autoscaler(spec, devices=PoolSizes(1, 1))
     half = options.replicas // 2
     begin = PoolSizes(*map(int, options.begin.rstrip("D").split("P"))) if options.begin else PoolSizes(half, half)
     run = ScaledReplay(
@@ -205,7 +200,7 @@ def run_scaled(options: argparse.Namespace, fleets: Fleets, trace: list[TraceReq
         trace,
         autoscaler,
         begin=begin,
-        price=ReplayPrice(start_s=options.start_s),
+        start_s=options.start_s,
         decided=lambda d: options.verbose and print(_line(d), file=sys.stderr, flush=True),
     )
     return run.run()
@@ -218,8 +213,7 @@ def _line(d: ScalingDecision) -> str:
 
 
 def run_fixed(fleets: Fleets, trace: list[TraceRequest], num_replicas: int, num_prefill: int) -> dict[str, Any]:
-    setup = replace(fleets.setup, num_prefill=num_prefill, num_decode=num_replicas - num_prefill)
-    return simulate(setup, fleets.profile, trace, slo_ttft_s=fleets.slo_ttft_s, slo_itl_s=fleets.slo_itl_s)
+    return fleets.simulate(PoolSizes(num_prefill, num_replicas - num_prefill), trace)
 
 
 if __name__ == "__main__":

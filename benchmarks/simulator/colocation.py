@@ -23,8 +23,7 @@ from cluster.cli.console import columns
 from core.process.ports import free_port
 from core.trace.trace import TraceRequest, poisson
 from core.wire.client_access import EndpointAccess
-from planner.simulator.fleet_setup import FleetSetup
-from planner.simulator.profile import Profile, load_profile
+from planner.simulator.profile import FleetSetup, Profile, load_profile
 from planner.simulator.run import simulate
 
 _SHAPES = {"1P1D": ("prefill", "decode"), "0P1D": ("decode",)}
@@ -91,7 +90,6 @@ def _trial(
         num_prefill=num_prefill,
         num_decode=1,
         decode_width=2 - num_prefill,
-        policy="cost",
         block_size=16,
         kv_tokens=known.kv.pool_tokens,
         prefix_fetches=True,

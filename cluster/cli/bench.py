@@ -119,7 +119,7 @@ def _predict(
         from cluster.launch.driver import ask
         from core.spec.schema import Spec
         from core.trace.traffic import ReplicaReport
-        from planner.autoscaler.live_prediction import predict_load
+        from planner.autoscaler.live import predict_load
 
         spec = Spec.model_validate(ask(controller, "status")["spec"])
         replicas = [ReplicaReport.of(tree) for tree in ask(controller, "autoscaling")["replicas"]]

@@ -10,10 +10,9 @@ from typing import Any
 from cluster.control.desired_state import namespace
 from cluster.ray.store import StoreEntry
 from core.types.json_records import known_fields
-from planner.autoscaler.decide import AutoscaleState
+from planner.autoscaler.decide import AutoscaleState, Trust
 from planner.autoscaler.pool_sizes import PoolSizes
 from planner.autoscaler.scaling_decision import Prediction, ScalingDecision
-from planner.autoscaler.simulator_accuracy import Trust
 
 _STORED = 50  # decisions
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from core.trace.traffic import SeenRequest
+from core.spec.schema import Spec
+from core.trace.traffic import ReplicaReport, SeenRequest
 from planner.autoscaler.pool_sizes import PoolSizes, ScaleMoves
 
 HOT = 0.9  # saturation above which a pool is too small
@@ -64,6 +65,9 @@ class Observation:
     price: ChangePrice
     is_changing: bool = False  # an earlier change is still in progress
 
+    def moves_to(self, sizes: PoolSizes) -> ScaleMoves:
+        return ScaleMoves.between(self.sizes, sizes, has_switch=self.price.switch_s is not None)
+
     def measured(self, *, since_s: float, slo_ttft_s: float, slo_itl_s: float) -> dict[str, float]:
         """Summarize requests that arrived since since_s and have ended or are already late.
 
@@ -82,3 +86,17 @@ class Observation:
             "ttft_p50_s": median(ttft) if ttft else 0.0,
             "itl_s": fmean(itl) if itl else 0.0,
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiveObservation:
+    """Input of a decision about a live deployment: plain values, for a separate process."""
+
+    spec: Spec  # has `autoscale`
+    now_s: float  # on the clock of the requests' arrival times
+    time_s: float  # unix time
+    requests: Sequence[SeenRequest]
+    replicas: Sequence[ReplicaReport]
+    num_waiting: int
+    price: ChangePrice
+    is_changing: bool

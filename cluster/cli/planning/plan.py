@@ -13,14 +13,13 @@ import typer
 from cluster.cli.deploy import AsJson, Name
 from cluster.cli.planning.draft_options import DraftPass, DraftsOption, draft_lines, lines_table
 from cluster.cli.planning.memory import formats_report, memory_report, memory_table
-from cluster.cli.planning.simulate import HostTokens, ProfileName, Simulator, Speedup, pools_of, running_deployment
+from cluster.cli.planning.simulate import HostTokens, ProfileName, Simulator, Speedup, running_deployment
 from core.trace.trace import read_trace
 from core.types.errors import SpecError
 
 if TYPE_CHECKING:
     from core.spec.schema import Spec
-    from planner.simulator.candidate import Candidate
-    from planner.simulator.plan import CapacityPlan
+    from planner.simulator.plan import Candidate, CapacityPlan
 
 _NO_SPEC = "1P1D"
 
@@ -88,8 +87,8 @@ def plan(
     if trace is None:
         raise SpecError("give --trace, --memory, --formats or --speculation")
     from core.spec.loader import load_spec
-    from planner.simulator.fleet_setup import FleetSetup
-    from planner.simulator.plan import make_plan
+    from planner.simulator.plan import draw_frontier, make_plan
+    from planner.simulator.profile import FleetSetup
 
     running = running_deployment(name) if name is not None or not (spec or profile) else None
     source = spec or (running[0] if running else _NO_SPEC)
@@ -100,9 +99,8 @@ def plan(
         raise SpecError(
             f"--block-size {given.kv.block_size}: a replica's KV pool has {simulator.profile.kv.pool_tokens} tokens"
         )
-    setup = FleetSetup(
-        **pools_of(given),
-        policy="cost",
+    setup = FleetSetup.of(
+        given,
         block_size=given.kv.block_size,
         kv_tokens=simulator.profile.kv.pool_tokens,
         host_tokens=host_tokens,
@@ -119,9 +117,7 @@ def plan(
         tried=lambda c: print(f"{_name(c)}: {c.good_share:.1%} within the SLO", file=sys.stderr, flush=True),
     )
     if plot:
-        from planner.simulator.plot import plot as draw
-
-        draw(found, plot, good_share=good)
+        draw_frontier(found, plot, good_share=good)
     if output and found.best:
         output.write_text(
             _as_spec(source, overrides, given, found.best, threads=simulator.profile.threads), encoding="utf-8"

@@ -16,9 +16,7 @@ from core.trace.trace import TraceRequest, read_trace
 from core.types.errors import ClusterError, NotDeployed, SpecError
 
 if TYPE_CHECKING:
-    from core.spec.schema import Spec
-    from planner.simulator.fleet_setup import FleetSetup
-    from planner.simulator.profile import Profile
+    from planner.simulator.profile import FleetSetup, Profile
 
 TraceFile = Annotated[Path, typer.Option("--trace", help="Trace to replay.")]
 ProfileName = Annotated[str | None, typer.Option("--profile", help="JSON file, or the name of a shipped profile.")]
@@ -60,7 +58,7 @@ def simulate(
     the rates are those that the replicas of the running deployment have learned.
     """
     from core.spec.loader import load_spec
-    from planner.simulator.fleet_setup import FleetSetup
+    from planner.simulator.profile import FleetSetup
 
     spec = load_spec(topology)
     if not spec.decode.replicas:
@@ -70,8 +68,8 @@ def simulate(
     kv_tokens = kv_tokens_per_replica or simulator.profile.kv.pool_tokens
     if kv_tokens < block_size:
         raise SpecError(f"--kv-tokens-per-replica {kv_tokens}: smaller than a block of {block_size} tokens")
-    setup = FleetSetup(
-        **pools_of(spec),
+    setup = FleetSetup.of(
+        spec,
         policy=policy,
         block_size=block_size,
         kv_tokens=kv_tokens,
@@ -138,7 +136,7 @@ def running_deployment(name: str | None) -> tuple[dict[str, Any], Profile] | Non
     from core.process.ports import is_chosen
     from core.spec.schema import AutoscaleSpec, Spec
     from core.trace.traffic import ReplicaReport
-    from planner.autoscaler.live_fleets import fleets_of
+    from planner.autoscaler.live import fleets_of
 
     spec = Spec.model_validate(driver.ask(controller, "status")["spec"])
     replicas = [ReplicaReport.of(tree) for tree in driver.ask(controller, "autoscaling")["replicas"]]
@@ -152,19 +150,6 @@ def running_deployment(name: str | None) -> tuple[dict[str, Any], Profile] | Non
     if spec.router.admin_port and is_chosen(spec.router.admin_port):
         del tree["router"]["admin_port"]
     return tree, profile.model_copy(update={"name": state.name})
-
-
-def pools_of(spec: Spec) -> dict[str, Any]:
-    """Return the FleetSetup fields that a spec determines."""
-    return {
-        "num_prefill": spec.prefill.replicas,
-        "num_decode": spec.decode.replicas,
-        "prefill_batch_tokens": spec.prefill.max_batch_tokens,
-        "decode_batch_tokens": spec.decode.max_batch_tokens,
-        "max_running": spec.decode.max_running,
-        "max_local_tokens": spec.router.max_local_prefill,
-        "checkpoint_tokens": spec.kv.checkpoint_tokens,
-    }
 
 
 def _table(report: dict[str, Any]) -> str:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from planner.autoscaler.demand import Demand
 from planner.autoscaler.forecast import LoadForecast
-from planner.autoscaler.pool_sizes import PoolSizes
+from planner.autoscaler.pool_sizes import Demand, PoolSizes
 from planner.autoscaler.scaling_decision import Prediction
 
 _STEEP = 30.0
@@ -27,7 +26,7 @@ class FakeOutlook:
     num_asked: int = 0
 
     def demand(self, *, reuse_share: float) -> Demand:
-        return Demand(prefill=self.prefill, decode=self.decode)
+        return Demand(self.prefill, self.decode)
 
     def predict(self, sizes: PoolSizes, *, load: float = 1.0) -> Prediction:
         self.num_asked += 1

@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 
 from core.spec.schema import AutoscaleSpec, PoolBounds
 from core.trace.traffic import SeenRequest
-from planner.autoscaler.decide import Autoscaler, AutoscaleState
+from planner.autoscaler.decide import Autoscaler, AutoscaleState, Trust
 from planner.autoscaler.observation import ChangePrice, Observation, Saturation
-from planner.autoscaler.pool_sizes import PoolSizes, ScaleLimits
+from planner.autoscaler.pool_sizes import PoolSizes
 from planner.autoscaler.scaling_decision import Prediction, ScalingDecision
-from planner.autoscaler.simulator_accuracy import Trust
 from tests.planner.autoscaler.fake_outlook import FakeOutlook
 
 _PRICE = ChangePrice(start_prefill_s=60.0, start_decode_s=60.0, drain_s=1.0, switch_s=2.0)
@@ -27,7 +26,7 @@ _LOADS = st.floats(min_value=0.01, max_value=20.0)
 def _autoscaler(*, most: int = 15, max_devices: int = 16, devices: PoolSizes = _ONE_EACH, least: int = 1) -> Autoscaler:
     bounds = PoolBounds(min=least, max=most)
     spec = AutoscaleSpec(prefill=bounds, decode=bounds, max_devices=max_devices)
-    return Autoscaler(spec, ScaleLimits.of(spec, devices=devices))
+    return Autoscaler(spec, devices=devices)
 
 
 def _seen(now_s: float, sizes: PoolSizes, **more: object) -> Observation:
@@ -78,7 +77,7 @@ def test_shifted_load_changes_both_pools_in_one_decision() -> None:
     autoscaler = _autoscaler()
     [decision] = _run(autoscaler, [FakeOutlook(2.0, 11.0)], PoolSizes(13, 3))
     assert decision.after == PoolSizes(3, 13) or decision.after.decode >= 12, decision
-    assert decision.moves.to_decode >= 9 and not decision.moves.num_starts
+    assert decision.moves.to_decode >= 9 and not decision.moves.start_prefill + decision.moves.start_decode
     assert "worth" in decision.reason and decision.worth_s > decision.price_s > 0
 
 

@@ -13,8 +13,7 @@ from core.trace.traffic import ReplicaReport
 from core.types.errors import ClusterError
 from core.types.request import Role
 from core.types.step_timing import StepTiming
-from planner.autoscaler.live_fleets import fleets_of, saturation_of
-from planner.autoscaler.live_prediction import predict_load
+from planner.autoscaler.live import fleets_of, predict_load, saturation_of
 from tests.support.replica_reports import replica_report
 
 _LOAD = poisson(rate=2.0, num_requests=40, num_tokens=500, num_output=20, seed=1)

@@ -10,15 +10,14 @@ import pytest
 from core.spec.schema import AutoscaleSpec, PoolBounds
 from core.trace.trace import TraceRequest
 from planner.autoscaler.decide import Autoscaler
-from planner.autoscaler.pool_sizes import PoolSizes, ScaleLimits
-from planner.autoscaler.replay import ReplayPrice, ScaledReplay
+from planner.autoscaler.pool_sizes import PoolSizes
+from planner.autoscaler.replay import ScaledReplay
 from planner.autoscaler.simulated_outlook import Fleets
-from planner.simulator.fleet_setup import FleetSetup
-from planner.simulator.profile import load_profile
+from planner.simulator.profile import FleetSetup, load_profile
 from planner.simulator.run import simulate
 
 _PROFILE = load_profile("a100x8-llama-3.1-405b")
-_SETUP = FleetSetup(num_prefill=1, num_decode=1, policy="cost", block_size=64, kv_tokens=65_536, prefix_fetches=True)
+_SETUP = FleetSetup(num_prefill=1, num_decode=1, block_size=64, kv_tokens=65_536, prefix_fetches=True)
 _FLEETS = Fleets(setup=_SETUP, profile=_PROFILE, slo_ttft_s=10.0, slo_itl_s=0.045)
 
 
@@ -54,10 +53,8 @@ def _replay(trace: list[TraceRequest], begin: PoolSizes, **more: Any) -> tuple[S
         interval_s=20,
         **more,
     )
-    autoscaler = Autoscaler(spec, ScaleLimits.of(spec, devices=PoolSizes(1, 1)))
-    replay = ScaledReplay(
-        _FLEETS, _in_order(trace), autoscaler, begin=begin, price=ReplayPrice(start_s=20.0, switch_s=2.0)
-    )
+    autoscaler = Autoscaler(spec, devices=PoolSizes(1, 1))
+    replay = ScaledReplay(_FLEETS, _in_order(trace), autoscaler, begin=begin, start_s=20.0, switch_s=2.0)
     return replay, replay.run()
 
 

@@ -12,15 +12,14 @@ import pytest
 
 from core.trace.trace import TraceRequest, read_trace
 from core.types.errors import SpecError
-from planner.simulator.fleet_setup import FleetSetup
 from planner.simulator.plan import make_plan
 from planner.simulator.prefix_hashes import PrefixHashes
-from planner.simulator.profile import Profile, Steps, WiderSteps, load_profile, shipped_profiles
+from planner.simulator.profile import FleetSetup, Profile, Steps, WiderSteps, load_profile, shipped_profiles
 from planner.simulator.run import simulate
 from router.routing.policy import CandidateReplica, Option, RoutingRequest
 
 _PROFILE = load_profile("h100-llama-3.1-8b")
-_SETUP = FleetSetup(num_prefill=0, num_decode=2, policy="cost", block_size=64, kv_tokens=65_536)
+_SETUP = FleetSetup(num_prefill=0, num_decode=2, block_size=64, kv_tokens=65_536)
 
 
 def _chat(num_users: int = 6, num_turns: int = 5, *, every_s: float = 2.0) -> list[TraceRequest]:
@@ -80,9 +79,7 @@ def test_a_policy_without_predictions_sees_its_queues() -> None:
 
 def test_one_replica_with_enough_room_reuses_all_prefixes() -> None:
     trace = _chat()
-    report = simulate(
-        FleetSetup(num_prefill=0, num_decode=1, policy="cost", block_size=64, kv_tokens=10**6), _PROFILE, trace
-    )
+    report = simulate(FleetSetup(num_prefill=0, num_decode=1, block_size=64, kv_tokens=10**6), _PROFILE, trace)
     known, reusable = set[int](), 0
     for request in trace:
         assert request.ids
@@ -94,9 +91,7 @@ def test_one_replica_with_enough_room_reuses_all_prefixes() -> None:
 
 def test_a_lone_request_takes_the_time_of_the_profile() -> None:
     request = TraceRequest(number=0, arrival_s=0.0, num_tokens=4096, num_output=11, ids=None)
-    setup = FleetSetup(
-        num_prefill=0, num_decode=1, policy="cost", block_size=64, kv_tokens=65_536, decode_batch_tokens=1024
-    )
+    setup = FleetSetup(num_prefill=0, num_decode=1, block_size=64, kv_tokens=65_536, decode_batch_tokens=1024)
     report = simulate(setup, _PROFILE, [request])
     steps = _PROFILE.steps
     expected = 4 * steps.base_s + 4096 * steps.token_s + 4096 * 4097 / 2 * steps.pair_s
@@ -108,7 +103,7 @@ def test_a_lone_request_takes_the_time_of_the_profile() -> None:
 
 def test_only_missing_blocks_are_transferred() -> None:
     request = TraceRequest(number=0, arrival_s=0.0, num_tokens=4096, num_output=5, ids=None)
-    setup = FleetSetup(num_prefill=1, num_decode=1, policy="cost", block_size=64, kv_tokens=65_536)
+    setup = FleetSetup(num_prefill=1, num_decode=1, block_size=64, kv_tokens=65_536)
     assert simulate(setup, _PROFILE, [request])["transfer_bytes"] == 4096 * _PROFILE.kv.wire_bytes_per_token
 
 
@@ -119,7 +114,7 @@ def test_a_simulation_is_reproducible() -> None:
 
 def test_fetches_reuse_peer_blocks_and_a_host_tier_evicted_ones() -> None:
     trace = _chat(num_users=12, every_s=0.05)
-    tight = FleetSetup(num_prefill=0, num_decode=3, policy="cost", block_size=64, kv_tokens=8192)
+    tight = FleetSetup(num_prefill=0, num_decode=3, block_size=64, kv_tokens=8192)
     alone = simulate(tight, _PROFILE, trace)
     tiered = simulate(replace(tight, host_tokens=10**6), _PROFILE, trace)
     pulling = simulate(replace(tight, host_tokens=10**6, prefix_fetches=True), _PROFILE, trace)
@@ -129,7 +124,7 @@ def test_fetches_reuse_peer_blocks_and_a_host_tier_evicted_ones() -> None:
 
 def test_a_prefill_replica_frees_its_fetched_blocks() -> None:
     trace = _chat(num_users=40, num_turns=6, every_s=0.02)
-    setup = FleetSetup(num_prefill=6, num_decode=6, policy="cost", block_size=64, kv_tokens=65_536, prefix_fetches=True)
+    setup = FleetSetup(num_prefill=6, num_decode=6, block_size=64, kv_tokens=65_536, prefix_fetches=True)
     report = simulate(setup, _PROFILE, trace)
     assert report["completed"] == len(trace)
     assert report["pull_bytes"] > 0
