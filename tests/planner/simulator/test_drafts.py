@@ -71,11 +71,6 @@ def test_a_full_batch_drafts_less() -> None:
     assert per_token[1] < 0.8 * per_token[0]
 
 
-def test_a_run_with_drafts_is_reproducible() -> None:
-    first, second = (_run(Drafts(accepted=_GOOD, ask_place_s=0.001), _CROWD) for _ in range(2))
-    assert (first["itl_ms"], first["drafts"]) == (second["itl_ms"], second["drafts"])
-
-
 def test_what_replicas_have_drafted_says_how_good_drafts_are() -> None:
     told = Drafted(method="suffix", tokens=[100, 80, 40, 3], accepted=[80, 40, 10, 3])
     decode = Status(
