@@ -24,6 +24,7 @@ from benchmarks.autoscaler.mix import MixRates, Wave
 from cluster.cli.planning.autoscale import compare_table
 from core.spec.schema import AutoscaleSpec, PoolBounds
 from core.trace.trace import TraceRequest, read_trace, write_trace
+from core.trace.traffic import Slo
 from planner.autoscaler.decide import Autoscaler
 from planner.autoscaler.pool_sizes import PoolSizes
 from planner.autoscaler.replay import ScaledReplay
@@ -91,9 +92,7 @@ def make_fleets(options: argparse.Namespace) -> Fleets:
         eviction=options.eviction,
         waits_in_router=True,
     )
-    return Fleets(
-        setup=setup, profile=profile, slo_ttft_s=options.slo_ttft_ms / 1e3, slo_itl_s=options.slo_itl_ms / 1e3
-    )
+    return Fleets(setup=setup, profile=profile, slo=Slo.of_ms(options.slo_ttft_ms, options.slo_itl_ms))
 
 
 def make_trace(options: argparse.Namespace, fleets: Fleets) -> list[TraceRequest]:

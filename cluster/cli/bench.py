@@ -118,13 +118,12 @@ def _predict(
         controller = join_controller(state)
         from cluster.launch.driver import ask
         from core.spec.schema import Spec
-        from core.trace.traffic import ReplicaReport
+        from core.trace.traffic import ReplicaReport, Slo
         from planner.autoscaler.live import predict_load
 
         spec = Spec.model_validate(ask(controller, "status")["spec"])
         replicas = [ReplicaReport.of(tree) for tree in ask(controller, "autoscaling")["replicas"]]
-        slo_ttft_s, slo_itl_s = (None if limit is None else limit / 1e3 for limit in slo)
-        return {"predicted": predict_load(spec, replicas, load, slo_ttft_s=slo_ttft_s, slo_itl_s=slo_itl_s)}
+        return {"predicted": predict_load(spec, replicas, load, Slo.of_ms(*slo))}
     except ClusterError as error:
         return {"predicted": None, "no_prediction": " ".join(str(error).split())}
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from core.spec.schema import AutoscaleSpec
+from core.trace.traffic import Slo
 from planner.autoscaler.observation import HOT, Observation
 from planner.autoscaler.pool_sizes import Demand, PoolSizes, ScaleLimits
 from planner.autoscaler.scaling_decision import Mode, Prediction, ScalingDecision
@@ -48,9 +49,7 @@ class Trust:
     streak: int = 0  # consecutive comparisons that contradict is_trusted
     is_trusted: bool = True
 
-    def after(
-        self, predicted: Prediction, measured: Mapping[str, float], *, slo_ttft_s: float, slo_itl_s: float
-    ) -> Trust:
+    def after(self, predicted: Prediction, measured: Mapping[str, float], slo: Slo) -> Trust:
         """Return the trust after one comparison.
 
         measured: num, ttft_p50_s and itl_s (see ScalingDecision), under the predicted sizes.
@@ -58,8 +57,8 @@ class Trust:
         if measured["num"] < (_ENOUGH if self.is_trusted else 1):
             return self
         weight = _NEW * min(1.0, measured["num"] / _ENOUGH)
-        ttft_log = _log_ratio(measured["ttft_p50_s"], predicted.ttft_p50_s, at_least=_SMALL * slo_ttft_s)
-        itl_log = _log_ratio(measured["itl_s"], predicted.itl_s, at_least=_SMALL * slo_itl_s)
+        ttft_log = _log_ratio(measured["ttft_p50_s"], predicted.ttft_p50_s, at_least=_SMALL * slo.ttft_s)
+        itl_log = _log_ratio(measured["itl_s"], predicted.itl_s, at_least=_SMALL * slo.itl_s)
         new = replace(
             self,
             ttft_log=self.ttft_log + weight * (ttft_log - self.ttft_log),
@@ -102,19 +101,19 @@ class Autoscaler:
         """devices: devices per replica of each pool."""
         self.spec = spec
         self.limits = ScaleLimits.of(spec, devices=devices)
-        self._slo = {"slo_ttft_s": spec.slo_ttft_ms / 1e3, "slo_itl_s": spec.slo_itl_ms / 1e3}
+        self._slo = Slo.of_ms(spec.slo_ttft_ms, spec.slo_itl_ms)
 
     def decide(self, state: AutoscaleState, seen: Observation, outlook: Callable[[], Outlook | None]) -> Decided:
         """Decide on the pool sizes.
 
         outlook: builds the outlook on demand; it returns None if there is too little traffic to predict anything.
         """
-        measured = seen.measured(since_s=state.decided_s, **self._slo)
+        measured = seen.measured(self._slo, since_s=state.decided_s)
         state = replace(state, number=state.number + 1, decided_s=seen.now_s)
         if state.expected and state.expected.sizes == seen.sizes and not seen.is_changing:
             state = replace(
                 state,
-                trust=state.trust.after(state.expected, measured, **self._slo),
+                trust=state.trust.after(state.expected, measured, self._slo),
                 correction=self._corrected(state, state.expected, measured),
             )
         state, decision, ahead = self._choose(replace(state, expected=None), seen, outlook)

@@ -14,7 +14,7 @@ from typing import Any
 
 from core.spec.schema import AutoscaleSpec, Spec
 from core.trace.trace import TraceRequest
-from core.trace.traffic import TOKENS_PER_HASH, ReplicaReport
+from core.trace.traffic import TOKENS_PER_HASH, ReplicaReport, Slo
 from core.types.errors import ClusterError
 from core.types.request import Role
 from core.types.step_timing import StepTiming
@@ -67,12 +67,7 @@ def decide_live(state: AutoscaleState, sight: LiveObservation) -> Decided:
 
 
 def predict_load(
-    spec: Spec,
-    replicas: Sequence[ReplicaReport],
-    trace: Sequence[TraceRequest],
-    *,
-    slo_ttft_s: float | None,
-    slo_itl_s: float | None,
+    spec: Spec, replicas: Sequence[ReplicaReport], trace: Sequence[TraceRequest], slo: Slo
 ) -> dict[str, Any]:
     """Simulate the trace on as many replicas, with empty caches at the start, and return the simulator's report.
 
@@ -80,7 +75,7 @@ def predict_load(
     """
     fleets = fleets_of(spec, AutoscaleSpec(), replicas)  # the autoscale limits are not used
     setup = replace(fleets.setup, block_size=math.gcd(spec.kv.block_size, trace[0].tokens_per_id))
-    return simulate(setup, fleets.profile, trace, slo_ttft_s=slo_ttft_s, slo_itl_s=slo_itl_s)
+    return simulate(setup, fleets.profile, trace, slo)
 
 
 def fleets_of(spec: Spec, rules: AutoscaleSpec, replicas: Sequence[ReplicaReport]) -> Fleets:
@@ -120,14 +115,15 @@ def saturation_of(replicas: Sequence[ReplicaReport], rules: AutoscaleSpec, *, nu
     """Compute the saturation of each pool. num_waiting: requests queued in routers; if any, the fuller pool is full."""
     prefill = [r for r in replicas if r.role is Role.PREFILL and r.prefill_tokens_per_s > 0]
     decode = [r for r in replicas if r.role is Role.DECODE]
+    slo = Slo.of_ms(rules.slo_ttft_ms, rules.slo_itl_ms)
     full_p = full_d = 0.0
     if prefill:
-        full_p = fmean(r.queued_tokens / r.prefill_tokens_per_s for r in prefill) / (rules.slo_ttft_ms / 1e3)
+        full_p = fmean(r.queued_tokens / r.prefill_tokens_per_s for r in prefill) / slo.ttft_s
     if decode:
         full_d = max(
             fmean(1 - r.available_blocks / r.num_blocks for r in decode),
             fmean(r.num_streams / r.max_running for r in decode),
-            fmean(r.decode_step_s / max(1.0, r.tokens_per_row) for r in decode) / (rules.slo_itl_ms / 1e3),
+            fmean(r.decode_step_s / max(1.0, r.tokens_per_row) for r in decode) / slo.itl_s,
         )
     if num_waiting and full_p >= full_d:
         full_p = max(full_p, 1.0)

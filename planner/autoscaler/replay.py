@@ -202,11 +202,11 @@ class ScaledReplay:
         prefill, decode = self._fleet.prefills.values(), self._fleet.decodes.values()
         itl = [seen.itl_s for seen in last if seen.itl_s]
         return Saturation(
-            prefill=fmean(replica.queue_s for replica in prefill) / self._fleets.slo_ttft_s,
+            prefill=fmean(replica.queue_s for replica in prefill) / self._fleets.slo.ttft_s,
             decode=max(
                 fmean(replica.kv_share for replica in decode),
                 fmean(replica.num_streams for replica in decode) / self._fleets.setup.max_running,
-                fmean(itl) / self._fleets.slo_itl_s if itl else 0.0,
+                fmean(itl) / self._fleets.slo.itl_s if itl else 0.0,
             ),
         )
 
@@ -218,7 +218,7 @@ class ScaledReplay:
         end_s = self._trace[-1].arrival_s
         replica_s = self._replica_s + sum(self._sizes) * max(0.0, end_s - self._held_since)
         changes = [decision for decision in self.decisions if decision.is_change]
-        report = summary(self._fleet, **self._fleets.slo)
+        report = summary(self._fleet, self._fleets.slo)
         return report | {
             "good": round(report["good_share"] * report["completed"]),
             "decisions": [decision.as_dict() for decision in self.decisions],

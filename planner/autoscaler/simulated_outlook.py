@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from core.spec.schema import AutoscaleSpec, Spec
 from core.trace.trace import TraceRequest
-from core.trace.traffic import SeenRequest
+from core.trace.traffic import SeenRequest, Slo
 from planner.autoscaler.forecast import (
     answer_lengths,
     begin_of_the_same,
@@ -49,8 +49,7 @@ class Fleets:
 
     setup: FleetSetup
     profile: Profile
-    slo_ttft_s: float
-    slo_itl_s: float
+    slo: Slo
 
     @classmethod
     def of(cls, spec: Spec, rules: AutoscaleSpec, profile: Profile, *, block_size: int) -> Fleets:
@@ -59,18 +58,14 @@ class Fleets:
         setup = FleetSetup.of(
             spec, block_size=block_size, kv_tokens=kv_tokens, prefix_fetches=True, waits_in_router=True
         )
-        return cls(setup=setup, profile=profile, slo_ttft_s=rules.slo_ttft_ms / 1e3, slo_itl_s=rules.slo_itl_ms / 1e3)
-
-    @property
-    def slo(self) -> dict[str, float]:
-        return {"slo_ttft_s": self.slo_ttft_s, "slo_itl_s": self.slo_itl_s}
+        return cls(setup=setup, profile=profile, slo=Slo.of_ms(rules.slo_ttft_ms, rules.slo_itl_ms))
 
     def with_sizes(self, sizes: PoolSizes) -> FleetSetup:
         return replace(self.setup, num_prefill=sizes.prefill, num_decode=sizes.decode)
 
     def simulate(self, sizes: PoolSizes, trace: Sequence[TraceRequest]) -> dict[str, Any]:
         """Simulate a trace on pools of these sizes, and return the simulator's report."""
-        return simulate(self.with_sizes(sizes), self.profile, trace, **self.slo)
+        return simulate(self.with_sizes(sizes), self.profile, trace, self.slo)
 
 
 class SimulatedOutlook:
@@ -151,7 +146,7 @@ class SimulatedOutlook:
         judged.sort(key=lambda flight: (flight.request.arrival_s, flight.ended_at))
         ttft = np.array([flight.ttft_s for flight in judged])
         itl = np.array([flight.mean_itl_s for flight in judged])
-        in_ttft, in_itl = ttft <= fleets.slo_ttft_s, itl <= fleets.slo_itl_s
+        in_ttft, in_itl = ttft <= fleets.slo.ttft_s, itl <= fleets.slo.itl_s
         work_s = np.array([flight.compute_s for flight in judged if flight.option.prefill])
         simulated_s = max(self._trace_s / load, 1e-3)
         growth = _growth(work_s, sizes.prefill * simulated_s)
@@ -165,7 +160,7 @@ class SimulatedOutlook:
             num=len(judged),
             good_share=float(np.mean(in_ttft & in_itl)),
             lasting_share=_lasting(
-                arrivals, ttft, in_itl, simulated_s=simulated_s, growth=growth, slo_ttft_s=fleets.slo_ttft_s
+                arrivals, ttft, in_itl, simulated_s=simulated_s, growth=growth, slo_ttft_s=fleets.slo.ttft_s
             ),
             ttft_share=float(np.mean(in_ttft)),
             itl_share=float(np.mean(in_itl)),
@@ -201,7 +196,7 @@ def _decode_tokens_per_s(fleets: Fleets, mean_context: float) -> float:
     setup, profile = fleets.setup, fleets.profile
     timing = profile.decode_timing()
     row_s = max(timing.token_s + timing.context_s * mean_context, 1e-9)
-    rows = min((fleets.slo_itl_s - timing.base_s) / row_s, setup.max_running, setup.kv_tokens / mean_context)
+    rows = min((fleets.slo.itl_s - timing.base_s) / row_s, setup.max_running, setup.kv_tokens / mean_context)
     if (kv := profile.kv).window or kv.state_bytes:
         size, largest, context = setup.block_size, setup.decode_batch_tokens, math.ceil(mean_context)
         pool = kv.pool_sizes(setup.kv_tokens, block_size=size, max_batch_tokens=largest)

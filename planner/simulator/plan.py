@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from core.trace.trace import TraceRequest
+from core.trace.traffic import Slo
 from core.types.errors import SpecError
 from planner.simulator.profile import FleetSetup, Profile
 from planner.simulator.run import simulate
@@ -67,8 +68,7 @@ def make_plan(
     profile: Profile,
     trace: Sequence[TraceRequest],
     *,
-    slo_ttft_s: float,
-    slo_itl_s: float,
+    slo: Slo,
     good_share: float,
     max_replicas: int,
     tried: Callable[[Candidate], None] = lambda candidate: None,
@@ -82,7 +82,7 @@ def make_plan(
     """
     if max_replicas < 2:
         raise SpecError("a plan needs at least two replicas: one to prefill and one to decode")
-    search = _Search(setup, profile, trace, slo_ttft_s=slo_ttft_s, slo_itl_s=slo_itl_s, tried=tried)
+    search = _Search(setup, profile, trace, slo, tried)
     best, size = None, 0
     while size < 2 or (best is None and size < max_replicas):
         size += 1
@@ -143,16 +143,14 @@ class _Search:
         setup: FleetSetup,
         profile: Profile,
         trace: Sequence[TraceRequest],
-        *,
-        slo_ttft_s: float,
-        slo_itl_s: float,
+        slo: Slo,
         tried: Callable[[Candidate], None],
     ) -> None:
         self.found: list[Candidate] = []
         self._setup = setup
         self._profile = profile
         self._trace = trace
-        self._slo = {"slo_ttft_s": slo_ttft_s, "slo_itl_s": slo_itl_s}
+        self._slo = slo
         self._tried = tried
         self._widths = [1, *(wider.width for wider in profile.wider)]
 
@@ -199,7 +197,7 @@ class _Search:
     def _try(self, num_prefill: int, num_decode: int, **changes: Any) -> Candidate:
         """Simulate the setup with these changes."""
         setup = replace(self._setup, num_prefill=num_prefill, num_decode=num_decode, **changes)
-        report = simulate(setup, self._profile, self._trace, **self._slo)
+        report = simulate(setup, self._profile, self._trace, self._slo)
         ttft, itl, threads = report["ttft_ms"], report["itl_ms"], self._profile.threads
         size = num_prefill * setup.prefill_width + num_decode * setup.decode_width
         candidate = Candidate(
@@ -217,7 +215,7 @@ class _Search:
             itl_p50_ms=itl["p50"],
             itl_p99_ms=itl["p99"],
             reuse_share=report["reuse_share"],
-            strain=max(ttft["p99"] / (self._slo["slo_ttft_s"] * 1e3), itl["p99"] / (self._slo["slo_itl_s"] * 1e3)),
+            strain=max(ttft["p99"] / (self._slo.ttft_s * 1e3), itl["p99"] / (self._slo.itl_s * 1e3)),
         )
         self.found.append(candidate)
         self._tried(candidate)

@@ -10,19 +10,16 @@ import numpy as np
 
 from core.trace.statistics import spread
 from core.trace.trace import TraceRequest
+from core.trace.traffic import Slo
 from planner.simulator.fleet import Fleet
 from planner.simulator.prefix_hashes import PrefixHashes
 from planner.simulator.profile import FleetSetup, Profile
-from planner.simulator.replica import Flight
+
+_NO_LIMITS = Slo()
 
 
 def simulate(
-    setup: FleetSetup,
-    profile: Profile,
-    trace: Sequence[TraceRequest],
-    *,
-    slo_ttft_s: float | None = None,
-    slo_itl_s: float | None = None,
+    setup: FleetSetup, profile: Profile, trace: Sequence[TraceRequest], slo: Slo = _NO_LIMITS
 ) -> dict[str, Any]:
     """Simulate `trace` and return plain values, as printed by `cluster simulate --json`.
 
@@ -31,7 +28,7 @@ def simulate(
     begin = time.perf_counter()
     fleet = Fleet(setup, profile, PrefixHashes.of_trace(trace, setup.block_size, has_states=profile.kv.state_bytes > 0))
     fleet.run(trace)
-    report = summary(fleet, slo_ttft_s=slo_ttft_s, slo_itl_s=slo_itl_s)
+    report = summary(fleet, slo)
     report |= {"utilisation": {}, "imbalance": {}}  # imbalance: busiest replica / mean
     for pool, replicas in (("prefill", fleet.prefills), ("decode", fleet.decodes)):
         busy_s = [replica.busy_s for replica in replicas.values()]
@@ -44,18 +41,10 @@ def simulate(
     return report | {"wall_s": time.perf_counter() - begin}
 
 
-def summary(fleet: Fleet, *, slo_ttft_s: float | None, slo_itl_s: float | None) -> dict[str, Any]:
-    """Summarize the results: times in milliseconds, rates per second of virtual time up to the last token.
-
-    slo_ttft_s, slo_itl_s: limits for a good request, on its TTFT and its mean ITL; None: no limit.
-    """
-
-    def is_good(flight: Flight) -> bool:
-        is_in_ttft = slo_ttft_s is None or flight.ttft_s <= slo_ttft_s
-        return is_in_ttft and (slo_itl_s is None or flight.mean_itl_s <= slo_itl_s)
-
+def summary(fleet: Fleet, slo: Slo) -> dict[str, Any]:
+    """Summarize the results: times in milliseconds, rates per second of virtual time up to the last token."""
     flights = [flight for flight in fleet.flights if flight.ended_at]
-    num_good = sum(map(is_good, flights))
+    num_good = sum(slo.is_kept(flight.ttft_s, flight.mean_itl_s) for flight in flights)
     prompt_tokens = sum(flight.request.num_tokens for flight in flights)
     output_tokens = sum(flight.request.num_output for flight in flights)
     duration_s = max((flight.ended_at for flight in flights), default=0.0)

@@ -87,6 +87,7 @@ def plan(
     if trace is None:
         raise SpecError("give --trace, --memory, --formats or --speculation")
     from core.spec.loader import load_spec
+    from core.trace.traffic import Slo
     from planner.simulator.plan import draw_frontier, make_plan
     from planner.simulator.profile import FleetSetup
 
@@ -110,8 +111,7 @@ def plan(
         setup,
         simulator.profile,
         read_trace(trace, speedup=speedup, max_requests=max_requests),
-        slo_ttft_s=slo_ttft_ms / 1e3,
-        slo_itl_s=slo_itl_ms / 1e3,
+        slo=Slo.of_ms(slo_ttft_ms, slo_itl_ms),
         good_share=good,
         max_replicas=max_replicas,
         tried=lambda c: print(f"{_name(c)}: {c.good_share:.1%} within the SLO", file=sys.stderr, flush=True),

@@ -108,15 +108,10 @@ class Simulator:
         slo_ttft_ms: float | None,
         slo_itl_ms: float | None,
     ) -> dict[str, Any]:
+        from core.trace.traffic import Slo
         from planner.simulator.run import simulate
 
-        report = simulate(
-            setup,
-            self.profile,
-            requests,
-            slo_ttft_s=slo_ttft_ms / 1e3 if slo_ttft_ms is not None else None,
-            slo_itl_s=slo_itl_ms / 1e3 if slo_itl_ms is not None else None,
-        )
+        report = simulate(setup, self.profile, requests, Slo.of_ms(slo_ttft_ms, slo_itl_ms))
         return {"profile": self.profile.name, "profile_origin": self.profile.origin} | report
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.spec.schema import AutoscaleSpec, PoolBounds
-from core.trace.traffic import SeenRequest
+from core.trace.traffic import SeenRequest, Slo
 from planner.autoscaler.decide import Autoscaler, AutoscaleState, Trust
 from planner.autoscaler.observation import ChangePrice, Observation, Saturation
 from planner.autoscaler.pool_sizes import PoolSizes
@@ -174,7 +174,7 @@ def test_trust_in_the_simulator_returns_with_few_requests_per_interval() -> None
     measured = {"num": 4.0, "good_share": 1.0, "ttft_p50_s": predicted.ttft_p50_s, "itl_s": predicted.itl_s}
     trust = Trust(itl_log=1.0, is_trusted=False)
     for _ in range(12):
-        trust = trust.after(predicted, measured, slo_ttft_s=1.0, slo_itl_s=0.1)
+        trust = trust.after(predicted, measured, Slo(1.0, 0.1))
     assert trust.is_trusted
 
 
@@ -183,7 +183,7 @@ def test_few_requests_do_not_end_trust_in_the_simulator() -> None:
     measured = {"num": 3.0, "good_share": 0.0, "ttft_p50_s": 99.0, "itl_s": 9.0}
     trust = Trust()
     for _ in range(20):
-        trust = trust.after(predicted, measured, slo_ttft_s=2.0, slo_itl_s=0.05)
+        trust = trust.after(predicted, measured, Slo(2.0, 0.05))
     assert trust == Trust()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from core.trace.traffic import SeenRequest
+from core.trace.traffic import SeenRequest, Slo
 from planner.autoscaler.pool_sizes import PoolSizes
 from planner.autoscaler.simulated_outlook import Fleets, SimulatedOutlook
 from planner.simulator.profile import FleetSetup, load_profile
@@ -15,7 +15,7 @@ _SETUP = FleetSetup(
     prefix_fetches=True,
     waits_in_router=True,
 )
-_FLEETS = Fleets(setup=_SETUP, profile=load_profile("a100x8-llama-3.1-405b"), slo_ttft_s=22.0, slo_itl_s=0.045)
+_FLEETS = Fleets(setup=_SETUP, profile=load_profile("a100x8-llama-3.1-405b"), slo=Slo(22.0, 0.045))
 _NOW_S = 180.0
 
 

@@ -11,6 +11,7 @@ from typing import ClassVar
 import pytest
 
 from core.trace.trace import TraceRequest, read_trace
+from core.trace.traffic import Slo
 from core.types.errors import SpecError
 from planner.simulator.plan import make_plan
 from planner.simulator.prefix_hashes import PrefixHashes
@@ -45,7 +46,7 @@ def _chat(num_users: int = 6, num_turns: int = 5, *, every_s: float = 2.0) -> li
 def test_every_request_ends_and_all_blocks_come_back(policy: str, pools: tuple[int, int]) -> None:
     trace = _chat()
     setup = replace(_SETUP, num_prefill=pools[0], num_decode=pools[1], policy=policy)
-    report = simulate(setup, _PROFILE, trace, slo_ttft_s=10.0, slo_itl_s=1.0)
+    report = simulate(setup, _PROFILE, trace, Slo(10.0, 1.0))
     assert report["completed"] == len(trace) and report["good_share"] == 1.0
     assert report["output_tokens"] == 20 * len(trace)
 
@@ -130,7 +131,7 @@ def test_a_burst_of_siblings_is_spread_without_losing_one() -> None:
 
 def test_the_plan_is_the_smallest_that_keeps_the_slo() -> None:
     trace = _chat(num_users=10, num_turns=3, every_s=0.05)
-    plan = make_plan(_SETUP, _PROFILE, trace, slo_ttft_s=0.5, slo_itl_s=0.05, good_share=0.9, max_replicas=6)
+    plan = make_plan(_SETUP, _PROFILE, trace, slo=Slo(0.5, 0.05), good_share=0.9, max_replicas=6)
     assert plan.best and plan.best.good_share >= 0.9
     assert all(c.good_share < 0.9 for c in plan.tried if c.size < plan.best.size)
     shares = [c.good_share for c in plan.frontier]
@@ -146,8 +147,7 @@ def test_plan_separates_roles_where_prompts_delay_answers() -> None:
         replace(_SETUP, decode_batch_tokens=1024, max_running=16),
         _PROFILE.model_copy(update=changes),
         [TraceRequest(number=i, arrival_s=0.6 * i, num_tokens=512, num_output=200, ids=None) for i in range(20)],
-        slo_ttft_s=1.5,
-        slo_itl_s=0.016,
+        slo=Slo(1.5, 0.016),
         good_share=0.95,
         max_replicas=2,
     )
