@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 
 from core.types.request import Role
 from engine.scheduler.prompts import KVSource, Prompt
-from engine.scheduler.sequence import Sequence as TokenSequence
 from engine.scheduler.step import Prefilled, ScheduledStep
 from engine.scheduler.step_commands import Orders
 from planner.simulator.clock import Action
@@ -74,18 +73,11 @@ class DecodeReplica(Replica):
         self._gaps = gaps
         self._ended = ended
         self._promised_blocks = 0
-        self._prompts: dict[Flight, Prompt] = {}
-        self._flights: dict[TokenSequence, Flight] = {}
         self._to_move: Callable[[Flight], None] | None = None  # called for each running answer; None: not leaving
         self._announced: set[Flight] = set()
         self._handed_over: dict[Flight, Callable[[int], None]] = {}  # handovers at the end of the current step
         self._leap: _Leap | None = None
         self._step_number = 0
-        self._current_step: ScheduledStep | None = None
-
-    @property
-    def num_streams(self) -> int:
-        return len(self._prompts)
 
     @property
     def num_preemptions(self) -> int:
@@ -103,24 +95,18 @@ class DecodeReplica(Replica):
         self._add(flight, KVSource.PREFILL if flight.option.prefill else KVSource.HERE)
 
     def _add(self, flight: Flight, source: KVSource, *, num_generated: int = 0) -> None:
-        sequence = flight.sequence(block_size=self._block_size, num_generated=num_generated)
-        prompt = Prompt(sequence, source=source)
-        self._flights[sequence], self._prompts[flight] = flight, prompt
         self._promised_blocks += flight.promised_blocks
-        self._engine.add(prompt)
-        self._wake()
+        super()._add(flight, source, num_generated=num_generated)
 
     def _forget(self, flight: Flight) -> Prompt:
-        prompt = self._prompts.pop(flight)
-        del self._flights[prompt.sequence]
         self._promised_blocks -= flight.promised_blocks
-        return prompt
+        return super()._forget(flight)
 
     def land(self, flight: Flight) -> None:
         """Receive the prompt's KV and the first token."""
         prompt = self._prompts[flight]
         tokens = prompt.sequence.tokens
-        self._start(flight, self._engine.landed(prompt, len(tokens), tokens[-1:]))
+        self._end_if_last(flight, self._engine.landed(prompt, len(tokens), tokens[-1:]))
         self.store.publish()
         self._wake()
 
@@ -186,14 +172,12 @@ class DecodeReplica(Replica):
 
     def begin_step(self, admitted: Sequence[Prompt]) -> None:
         for prompt in admitted:
-            flight = self._flights[prompt.sequence]
             if prompt.is_running_elsewhere:
-                self._reserved(flight)
-            elif not prompt.is_received:
-                self._free_restored(flight)
-                flight.num_cached = prompt.num_cached
+                self._reserved(self._flights[prompt.sequence])
+            elif prompt.is_received:
+                self._admitted(self._flights[prompt.sequence])
             else:
-                self._admitted(flight)
+                self._start(prompt)
 
     def orders(self, step: ScheduledStep) -> Orders:
         return Orders()
@@ -229,13 +213,6 @@ class DecodeReplica(Replica):
             if num_steps < self._leap.num_steps:
                 self._leap.num_steps = num_steps
                 self._clock.at(self._leap.after(num_steps), self._next_end())
-
-    def _step(self) -> None:
-        step = self._engine.launch()
-        if not step.has_rows:
-            self.store.publish()
-            # The blocks of other prompts belong to their prefill replicas.
-            self._give_up_restored(flight for flight, prompt in self._prompts.items() if not prompt.is_received)
 
     def _num_plain_steps(self) -> int:
         """Return how many decode steps can run as one event: until a sequence ends, or blocks run out."""
@@ -286,7 +263,7 @@ class DecodeReplica(Replica):
             flight = self._flights[prefilled.prompt.sequence]
             flight.first_token_at = flight.last_token_at = self._clock.now
             self._prefilled(self, flight)
-            self._start(flight, prefilled)
+            self._end_if_last(flight, prefilled)
         self._hand_over()
         self.store.publish()
         self._step()
@@ -299,8 +276,8 @@ class DecodeReplica(Replica):
             self._gaps((self._clock.now - leap.after(1)) / (leap.num_steps - 1), leap.num_steps - 1)
         flight.last_token_at = self._clock.now
 
-    def _start(self, flight: Flight, prefilled: Prefilled) -> None:
-        """Start an answer with its first token, which may be the last."""
+    def _end_if_last(self, flight: Flight, prefilled: Prefilled) -> None:
+        """End an answer if its first token is the last."""
         if prefilled.tokens[0].finish_reason:
             self._ended_here(flight)
 

@@ -6,7 +6,7 @@ A simulated replica is the real engine with a runner that only takes virtual tim
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from core.trace.trace import TraceRequest
@@ -14,7 +14,7 @@ from core.types.request import Role, Sampling, SequenceRequest
 from core.types.step_timing import pairs
 from engine.engine import Engine, SchedulerConfig
 from engine.sampling.params import Sampled, SamplingRow
-from engine.scheduler.prompts import Prompt
+from engine.scheduler.prompts import KVSource, Prompt
 from engine.scheduler.sequence import Sequence as TokenSequence
 from engine.scheduler.step import KVConnector, ScheduledStep
 from engine.scheduler.step_commands import Orders
@@ -93,6 +93,9 @@ class Replica(ABC):
         self.store = Store(name, site, max_batch_tokens=self.max_batch_tokens)
         states = self.store.blocks.states  # every sequence needs a state slot if the model has states
         self.max_running = min(setup.max_running, states.num_slots) if states else setup.max_running
+        self._prompts: dict[Flight, Prompt] = {}  # of the requests that are here
+        self._flights: dict[TokenSequence, Flight] = {}
+        self._current_step: ScheduledStep | None = None
         self._num_expected = 0  # prompts sent here that are not computed yet
         self._link_free_at = {"out": 0.0, "host": 0.0}  # when the bytes queued so far have passed
         self._block_size = setup.block_size
@@ -117,8 +120,8 @@ class Replica(ABC):
         )
 
     @property
-    @abstractmethod
-    def num_streams(self) -> int: ...
+    def num_streams(self) -> int:
+        return len(self._prompts)
 
     @property
     def queue_s(self) -> float:
@@ -150,16 +153,40 @@ class Replica(ABC):
     def execute(self, step: ScheduledStep | None, orders: Orders) -> tuple[()]:
         """Spend the time of a step (engine.scheduler.step.Runner)."""
 
-    @abstractmethod
-    def _step(self) -> None:
-        """Launch the next step, if there is work."""
+    def _add(self, flight: Flight, source: KVSource, *, num_generated: int = 0) -> None:
+        sequence = flight.sequence(block_size=self._block_size, num_generated=num_generated)
+        self._flights[sequence] = flight
+        self._prompts[flight] = Prompt(sequence, source=source)
+        self._engine.add(self._prompts[flight])
+        self._wake()
 
-    def _give_up_restored(self, waiting: Iterable[Flight]) -> None:
-        """Free the blocks fetched for waiting prompts, which could otherwise wait for these very blocks."""
-        if held := [flight for flight in waiting if flight.restored]:
+    def _forget(self, flight: Flight) -> Prompt:
+        prompt = self._prompts.pop(flight)
+        del self._flights[prompt.sequence]
+        return prompt
+
+    def _wake(self) -> None:
+        """React to a change."""
+        if not self._current_step:
+            self._step()
+
+    def _step(self) -> None:
+        """Launch a step, if there is work."""
+        if self._engine.launch().has_rows:
+            return
+        self.store.publish()
+        # Waiting prompts could wait for the very blocks that were fetched for them. Where a prompt is received, the
+        # blocks belong to its prefill replica.
+        if held := [one for one, prompt in self._prompts.items() if one.restored and not prompt.is_received]:
             for flight in held:
                 self._free_restored(flight)
             self._step()
+
+    def _start(self, prompt: Prompt) -> None:
+        """Note the cached tokens of a prompt that is computed here. It now holds the fetched blocks itself."""
+        flight = self._flights[prompt.sequence]
+        flight.num_cached = prompt.num_cached
+        self._free_restored(flight)
 
     def _free_restored(self, flight: Flight) -> None:
         self.store.blocks.free(flight.restored)
@@ -175,56 +202,37 @@ class PrefillReplica(Replica):
     def __init__(self, name: str, site: Site, *, finished: Callable[[PrefillReplica, Flight], None]) -> None:
         super().__init__(name, Role.PREFILL, site)
         self._finished = finished
-        self._flights: dict[Prompt, Flight] = {}
-        self._waiting: dict[Flight, None] = {}  # requests whose KV has not been sent
         self._held: dict[Flight, Held] = {}  # until their transfer has ended
-        self._is_stepping = False
-
-    @property
-    def num_streams(self) -> int:
-        return len(self._waiting)
 
     def submit(self, flight: Flight) -> None:
-        prompt = Prompt(flight.sequence(block_size=self._block_size))
-        self._flights[prompt], self._waiting[flight] = flight, None
-        self._engine.add(prompt)
-        self._wake()
+        self._add(flight, KVSource.HERE)
 
     def release(self, flight: Flight) -> None:
         """Free the blocks of a prompt whose KV has been sent."""
-        del self._waiting[flight]
+        self._forget(flight)
         self.store.release(self._held.pop(flight))
         self._wake()
 
     def execute(self, step: ScheduledStep | None, orders: Orders) -> tuple[()]:
         if step is None:  # only copies
             return NO_LOGITS
+        self._current_step = step
         for prompt, _ in step.prompts:
-            flight = self._flights[prompt]
-            flight.num_cached = prompt.num_cached
-            self._free_restored(flight)
+            self._start(prompt)
         seconds = self.timing.step_s(num_tokens=step.num_tokens, num_pairs=num_pairs(step), num_context=0)
         began_at = self._clock.now
         self._cores.run(seconds, lambda: self._end(step, began_at), width=self._width)
         return NO_LOGITS
 
-    def _wake(self) -> None:
-        if not self._is_stepping:
-            self._step()
-
-    def _step(self) -> None:
-        self._is_stepping = self._engine.launch().has_rows
-        if not self._is_stepping:
-            self._give_up_restored(self._waiting)
-
     def _end(self, step: ScheduledStep, began_at: float) -> None:
         self.busy_s += self._clock.now - began_at
         for prompt in step.whole:
-            self._held[self._flights[prompt]] = self.store.hold(prompt.sequence)
+            self._held[self._flights[prompt.sequence]] = self.store.hold(prompt.sequence)
         result = self._engine.complete(step)
         self.store.publish()
         for prefilled in result.prefilled:
-            self._finished(self, self._flights.pop(prefilled.prompt))
+            self._finished(self, self._flights[prefilled.prompt.sequence])
+        self._current_step = None
         self._step()
 
 
