@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from core.types.request import Role
 from engine.scheduler.prompts import KVSource, Prompt
@@ -16,25 +17,25 @@ from planner.simulator.replica import NO_LOGITS, Flight, Replica, num_pairs
 from planner.simulator.store import Site
 
 
+@dataclass
 class _Leap:
     """Series of identical decode steps (same rows, one token each), simulated as one event.
 
     A change, such as a new request, cuts it short.
     """
 
-    def __init__(self, begin_s: float, num_steps: int, first_s: float, growth_s: float) -> None:
-        self.begin_s = begin_s
-        self.num_steps = num_steps
-        self.first_s = first_s
-        self._growth_s = growth_s  # time added per step, as each row's context grows by one token
+    begin_s: float
+    num_steps: int
+    first_s: float
+    growth_s: float  # time added per step, as each row's context grows by one token
 
     def after(self, num_steps: int) -> float:
         """Return the time at which the first `num_steps` end."""
-        return self.begin_s + num_steps * self.first_s + self._growth_s * num_steps * (num_steps - 1) / 2
+        return self.begin_s + num_steps * self.first_s + self.growth_s * num_steps * (num_steps - 1) / 2
 
     def begun_by(self, when: float) -> int:
         """Return how many steps have begun at `when`, the running one included."""
-        a, b, c = self._growth_s / 2, self.first_s - self._growth_s / 2, self.begin_s - when
+        a, b, c = self.growth_s / 2, self.first_s - self.growth_s / 2, self.begin_s - when
         steps = (-c / b) if a == 0 else (math.sqrt(b * b - 4 * a * c) - b) / (2 * a)
         return max(1, min(self.num_steps, math.ceil(steps - 1e-9)))
 

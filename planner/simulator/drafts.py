@@ -83,7 +83,7 @@ class SimulatedDrafts:
         pass
 
     def _propose(self, sequence: Sequence, max_tokens: int) -> Proposal:
-        """Propose a draft at random by the rates. Correct tokens equal the last one (see `repeat_last`)."""
+        """Propose a draft at random by the rates. Correct tokens equal the last one, which replicas sample again."""
         if self._random.random() >= self._rates.guessed:
             return NO_PROPOSAL
         chances = self._rates.accepted[:max_tokens]

@@ -130,11 +130,11 @@ class Profile(_Section):
 
     def timing(self, width: int = 1) -> StepTiming:
         """Return the step timing of a replica with `width` times the profile's threads."""
-        return (self.steps if width == 1 else self._wider(width).steps).timing
+        return (self._wider(width).steps if width > 1 else self.steps).timing
 
     def decode_timing(self, width: int = 1) -> StepTiming:
         """Return the timing of decode-only steps."""
-        return (self.decode_steps or self.steps if width == 1 else self._wider(width).decode_steps).timing
+        return (self._wider(width).decode_steps if width > 1 else self.decode_steps or self.steps).timing
 
     def _wider(self, width: int) -> WiderSteps:
         return next(wider for wider in self.wider if wider.width == width)

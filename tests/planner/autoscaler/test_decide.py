@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given
@@ -12,15 +13,47 @@ from hypothesis import strategies as st
 from core.spec.schema import AutoscaleSpec, PoolBounds
 from core.trace.traffic import SeenRequest, Slo
 from planner.autoscaler.decide import Autoscaler, AutoscaleState, Trust
+from planner.autoscaler.forecast import LoadForecast
 from planner.autoscaler.observation import ChangePrice, Observation, Saturation
-from planner.autoscaler.pool_sizes import PoolSizes
+from planner.autoscaler.pool_sizes import Demand, PoolSizes
 from planner.autoscaler.scaling_decision import Prediction, ScalingDecision
-from tests.planner.autoscaler.fake_outlook import FakeOutlook
 
 _PRICE = ChangePrice(start_prefill_s=60.0, start_decode_s=60.0, drain_s=1.0, switch_s=2.0)
 _IDLE = Saturation(prefill=0.0, decode=0.0)
 _ONE_EACH = PoolSizes(1, 1)
 _LOADS = st.floats(min_value=0.01, max_value=20.0)
+_FORECAST = LoadForecast(seen_rate=1.0, seen_prompt=100.0, seen_answer=100.0, rate=1.0, prompt=100.0, answer=100.0)
+
+
+@dataclass
+class FakeOutlook:
+    """Outlook by arithmetic: a pool keeps its limit for nearly all requests up to 90 % utilization."""
+
+    prefill: float  # replicas that the load keeps busy
+    decode: float
+    forecast: LoadForecast = _FORECAST
+
+    def demand(self, *, reuse_share: float) -> Demand:
+        return Demand(self.prefill, self.decode)
+
+    def predict(self, sizes: PoolSizes, *, load: float = 1.0) -> Prediction:
+        in_ttft = _kept(load * self.prefill / sizes.prefill)
+        in_itl = _kept(load * self.decode / sizes.decode)
+        return Prediction(
+            sizes=sizes,
+            load=load,
+            good_share=in_ttft * in_itl,
+            ttft_share=in_ttft,
+            itl_share=in_itl,
+            ttft_p50_s=0.5,
+            ttft_p90_s=1.0,
+            itl_s=0.02,
+            reuse_share=0.0,
+        )
+
+
+def _kept(busy: float) -> float:
+    return 1 / (1 + math.exp(min(50.0, 30.0 * (busy - 1.0))))
 
 
 def _autoscaler(*, most: int = 15, max_devices: int = 16, devices: PoolSizes = _ONE_EACH, least: int = 1) -> Autoscaler:
