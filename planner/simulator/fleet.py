@@ -10,18 +10,18 @@ import time
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar
 
 from core.index.prefix_index import NOTHING, Depths
 from core.trace.trace import TraceRequest
 from core.types.handoff import ROOM_TOKENS
+from core.types.prefix_hash import expected_hashes
 from core.types.request import Role
 from core.types.step_timing import StepTiming
 from planner.simulator.clock import Action, Clock, Cores
 from planner.simulator.decode_replica import DecodeReplica
 from planner.simulator.prefix_hashes import PrefixHashes
 from planner.simulator.profile import FleetSetup, Profile
-from planner.simulator.replica import Flight, PrefillReplica, Replica
+from planner.simulator.replica import Flight, PrefillReplica, Replica, serving
 from planner.simulator.store import Indexes, Site
 from router.routing.admission import AdmissionQueue
 from router.routing.chooser import AnswerLength
@@ -31,8 +31,6 @@ from router.routing.policy import CandidateReplica, Option, RoutingRequest
 
 _MAX_BACKLOG_S = 1.0  # as in router/routing/replica_load.py
 _ANY_LENGTH = 1 << 31  # tokens
-
-AnyReplica = TypeVar("AnyReplica", bound=Replica)
 
 
 class Fleet:
@@ -227,7 +225,11 @@ class Fleet:
         for name in filter(None, (option.prefill, option.decode, option.fetch_from)):
             self._join(flight, self._replica(name))
         computes.expect(compute_s)
-        self._indexes.expect(computes.name, flight.hashes, num_tokens=flight.request.num_tokens)
+        cache, num_tokens = self._wire_cache, flight.request.num_tokens
+        flight.expected = expected_hashes(
+            flight.hashes, num_tokens=num_tokens, block_size=cache.block_size, num_checkpoints=cache.num_checkpoints
+        )
+        self._indexes.device.expect(computes.name, flight.expected)
         if option.fetch_from:
             self._fetch(flight, self._replica(option.fetch_from), computes)
         elif self._profile.request_s:
@@ -333,7 +335,7 @@ class Fleet:
 
     def _answered(self, replica: Replica, flight: Flight) -> None:
         """Record that a replica has computed a prompt."""
-        self._indexes.settle(replica.name, flight.hashes, num_tokens=flight.request.num_tokens)
+        self._indexes.device.settle(replica.name, flight.expected)
         replica.settle()
         self._look_for_room()
 
@@ -342,7 +344,7 @@ class Fleet:
         self.gap_counts.append(count)
 
     def _ended(self, flight: Flight) -> None:
-        flight.hashes = []
+        flight.hashes = flight.expected = []
         if target := flight.moves_to:
             flight.moves_to = None
             self.decodes[target].give_up(flight)
@@ -391,8 +393,3 @@ class Fleet:
         target.take_over(flight, num_generated)
         if source.name != flight.option.fetch_from:
             self._leave(flight, source)
-
-
-def serving(replicas: Mapping[str, AnyReplica]) -> list[AnyReplica]:
-    """Return the replicas that get new requests."""
-    return [replica for replica in replicas.values() if replica.on_empty is None]

@@ -6,8 +6,9 @@ A simulated replica is the real engine with a runner that only takes virtual tim
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from core.trace.trace import TraceRequest
 from core.types.request import Role, Sampling, SequenceRequest
@@ -28,6 +29,8 @@ NO_LOGITS = ()
 _NO_LIMIT = 1 << 40
 _MODEL = "simulated"
 
+AnyReplica = TypeVar("AnyReplica", bound="Replica")
+
 
 @dataclass(eq=False)
 class Flight:
@@ -36,6 +39,7 @@ class Flight:
     request: TraceRequest
     hashes: list[bytes]
     option: Option
+    expected: list[bytes] = field(default_factory=list)  # what the index lists once the prompt is computed
     compute_s: float = 0.0  # predicted time to compute the uncached part of the prompt
     num_cached: int = 0  # prompt tokens found in the cache
     first_token_at: float = 0.0
@@ -234,6 +238,11 @@ class PrefillReplica(Replica):
             self._finished(self, self._flights[prefilled.prompt.sequence])
         self._current_step = None
         self._step()
+
+
+def serving(replicas: Mapping[str, AnyReplica]) -> list[AnyReplica]:
+    """Return the replicas that get new requests."""
+    return [replica for replica in replicas.values() if replica.on_empty is None]
 
 
 def num_pairs(step: ScheduledStep) -> int:

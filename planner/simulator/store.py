@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from core.index.prefix_index import Depths, PrefixIndex
 from core.model.kv_memory import CacheShape
-from core.types.prefix_hash import checkpoint_hash, expected_hashes
+from core.types.prefix_hash import checkpoint_hash
 from engine.kv.block_allocator import BlockAllocator
 from engine.kv.block_manager import BlockManager
 from engine.kv.eviction import make_eviction
@@ -42,24 +42,10 @@ class Indexes:
             found = [index.depths(hashes) for index in indexes]
         return found[0], found[-1]
 
-    def expect(self, replica: str, hashes: Sequence[bytes], *, num_tokens: int) -> None:
-        """Treat a prompt's blocks as held by the replica that is to compute it, until `settle`."""
-        self.device.expect(replica, self._expected(hashes, num_tokens))
-
-    def settle(self, replica: str, hashes: Sequence[bytes], *, num_tokens: int) -> None:
-        """Withdraw `expect`."""
-        self.device.settle(replica, self._expected(hashes, num_tokens))
-
     def drop(self, replica: str) -> None:
         """Forget all blocks of a replica."""
         self.device.drop(replica)
         self.stored.drop(replica)
-
-    def _expected(self, hashes: Sequence[bytes], num_tokens: int) -> Sequence[bytes]:
-        cache = self._cache
-        return expected_hashes(
-            hashes, num_tokens=num_tokens, block_size=cache.block_size, num_checkpoints=cache.num_checkpoints
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
