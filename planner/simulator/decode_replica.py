@@ -49,6 +49,7 @@ class DecodeReplica(Replica):
       prefilled(replica, flight)  a prompt was computed on this replica
       gaps(seconds, count)        `count` tokens, each `seconds` after the one before
       ended(flight)               the answer is complete
+      leaving(replica, flight)    a running answer is to move, because this replica drains
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class DecodeReplica(Replica):
         prefilled: Callable[[DecodeReplica, Flight], None],
         gaps: Callable[[float, int], None],
         ended: Callable[[Flight], None],
+        leaving: Callable[[DecodeReplica, Flight], None],
     ) -> None:
         """seed: of the simulated drafts."""
         rates = site.profile.drafts
@@ -73,9 +75,8 @@ class DecodeReplica(Replica):
         self._prefilled = prefilled
         self._gaps = gaps
         self._ended = ended
+        self._leaving = leaving
         self._promised_blocks = 0
-        self._to_move: Callable[[Flight], None] | None = None  # called for each running answer; None: not leaving
-        self._announced: set[Flight] = set()
         self._handed_over: dict[Flight, Callable[[int], None]] = {}  # handovers at the end of the current step
         self._leap: _Leap | None = None
         self._step_number = 0
@@ -113,9 +114,9 @@ class DecodeReplica(Replica):
 
     # Migration of answers while draining
 
-    def leave(self, to_move: Callable[[Flight], None]) -> None:
-        """Start draining: call `to_move` once for each running answer, at the end of a step."""
-        self._to_move = to_move
+    def drain(self, then: Action) -> None:
+        """Call `leaving` for each running answer at the end of a step, and `then` when the replica is empty."""
+        super().drain(then)
         self._wake()
 
     def num_generated(self, flight: Flight) -> int:
@@ -159,13 +160,9 @@ class DecodeReplica(Replica):
                 then(sequence.num_generated)
 
     def _announce_running(self) -> None:
-        if self._to_move is None:
-            return
-        for sequence in list(self._engine.decoding.running):
-            flight = self._flights[sequence]
-            if flight not in self._announced:
-                self._announced.add(flight)
-                self._to_move(flight)
+        for sequence in list(self._engine.decoding.running) if self.on_empty else ():
+            if (flight := self._flights[sequence]).moves_to is None:
+                self._leaving(self, flight)
 
     def held_tokens(self, flight: Flight) -> int:
         """Return the number of leading tokens of an admitted request whose KV is here."""
@@ -220,7 +217,7 @@ class DecodeReplica(Replica):
         decoding = self._engine.decoding.running
         # A move needs the exact number of tokens of each answer at any time. On shared cores the duration of a step is
         # known only at its end, and so is the number of accepted drafts.
-        if self._to_move or self._engine.num_waiting or self._cores.are_shared or self.drafts:
+        if self.on_empty or self._engine.num_waiting or self._cores.are_shared or self.drafts:
             return 1
         num_steps = min(sequence.request.sampling.max_tokens - sequence.num_generated for sequence in decoding)
         blocks = self.store.blocks

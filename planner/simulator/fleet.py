@@ -123,6 +123,7 @@ class Fleet:
                 prefilled=self._answered,
                 gaps=self._record_gaps,
                 ended=self._ended,
+                leaving=self._move,
             )
         self.clock.at(self.clock.now, self._look_for_room)
         return name
@@ -133,9 +134,7 @@ class Fleet:
         Its prompts are completed; its answers move to other replicas with their KV.
         """
         replica = min(self.serving(role), key=lambda replica: replica.num_open)
-        replica.on_empty = then
-        if leaving := self.decodes.get(replica.name):
-            leaving.leave(lambda flight: self._move(flight, leaving))
+        replica.drain(then)
         self._remove_if_empty(replica)
         return replica.name
 
@@ -354,9 +353,9 @@ class Fleet:
 
     # Moving an answer off a draining decode replica
 
-    def _move(self, flight: Flight, source: DecodeReplica) -> None:
+    def _move(self, source: DecodeReplica, flight: Flight) -> None:
         if not (others := serving(self.decodes)):
-            return  # no other replica: the answer ends here
+            return  # no other replica yet
         target = min(others, key=lambda replica: replica.num_streams)
         flight.moves_to = target.name
         self._join(flight, target)
@@ -384,7 +383,7 @@ class Fleet:
         target = self.decodes[flight.moves_to]
         target.give_up(flight)
         self._leave(flight, target)
-        self._move(flight, source)
+        self._move(source, flight)
 
     def _moved(self, flight: Flight, source: DecodeReplica, num_generated: int) -> None:
         assert flight.moves_to

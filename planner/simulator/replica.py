@@ -148,6 +148,10 @@ class Replica(ABC):
         if not self._num_expected:
             self.busy_until = 0.0
 
+    def drain(self, then: Action) -> None:
+        """Get no further requests. then: called when the replica is empty."""
+        self.on_empty = then
+
     def send(self, num_bytes: float, bytes_per_s: float, *, link: str = "out") -> float:
         """Queue bytes on a link. Return the time at which they have passed, after those queued earlier."""
         self._link_free_at[link] = max(self._clock.now, self._link_free_at[link]) + num_bytes / bytes_per_s
