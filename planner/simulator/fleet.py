@@ -218,12 +218,12 @@ class Fleet:
 
     def _send(self, flight: Flight, prefills: Sequence[PrefillReplica], decodes: Sequence[DecodeReplica]) -> None:
         begin = time.perf_counter()
-        flight.option, flight.compute_s = option, compute_s = self._choose(flight, prefills, decodes)
+        option, flight.compute_s = self._choose(flight, prefills, decodes)
         self.decision_s.append(time.perf_counter() - begin)
-        computes = self._replica(option.prefill or option.decode)
+        flight.option, computes = option, self._replica(option.prefill or option.decode)
         for name in filter(None, (option.prefill, option.decode, option.fetch_from)):
             self._join(flight, self._replica(name))
-        computes.expect(compute_s)
+        computes.expect(flight.compute_s)
         cache, num_tokens = self._wire_cache, flight.request.num_tokens
         flight.expected = expected_hashes(
             flight.hashes, num_tokens=num_tokens, block_size=cache.block_size, num_checkpoints=cache.num_checkpoints
