@@ -3,14 +3,13 @@ benchmarks.autoscaler.splits --traces DIR`.
 
 Both public traces are mixed (benchmarks/autoscaler/mix.py: requests of both that have at least twenty tokens of prompt
 for each of the answer, and such that have at most two), in a shape that `--shape` names; the load is `--load` of what
-16 replicas carry by arithmetic (planner/autoscaler/arithmetic.py) if they are split for each moment. See
+16 replicas carry by arithmetic (planner/autoscaler/simulated_outlook.py) if they are split for each moment. See
 docs/benchmarks/planner.md.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
 from collections.abc import Callable
@@ -25,17 +24,16 @@ from benchmarks.autoscaler.mix import MixRates, Wave
 from cluster.cli.planning.autoscale import compare_table
 from core.spec.schema import AutoscaleSpec, PoolBounds
 from core.trace.trace import TraceRequest, read_trace, write_trace
-from planner.autoscaler.arithmetic import demand_of
+from core.trace.traffic import Slo
 from planner.autoscaler.decide import Autoscaler
-from planner.autoscaler.pool_sizes import PoolSizes, ScaleLimits
-from planner.autoscaler.replay import ReplayPrice, ScaledReplay
+from planner.autoscaler.pool_sizes import PoolSizes
+from planner.autoscaler.replay import ScaledReplay
 from planner.autoscaler.scaling_decision import ScalingDecision
-from planner.autoscaler.simulated_outlook import Fleets
-from planner.simulator.fleet_setup import FleetSetup
-from planner.simulator.profile import load_profile
-from planner.simulator.run import simulate
+from planner.autoscaler.simulated_outlook import Fleets, demand_of
+from planner.simulator.profile import FleetSetup, load_profile
 
 _FILES = {"mooncake": "mooncake_conversation.jsonl", "azure": "azure_llm_2023_conv.csv"}
+_PROFILE = "a100x8-llama-3.1-405b"
 # Assumed prefix reuse for the load arithmetic.
 _REUSE = 0.2
 
@@ -52,19 +50,13 @@ def main() -> None:
     with ProcessPoolExecutor(options.processes) as pool:
         fixed = list(pool.map(partial(run_fixed, fleets, trace, options.replicas), splits))
     names = [f"{num_prefill}P{options.replicas - num_prefill}D" for num_prefill in splits]
-    found = {"scaled": scaled, "fixed": dict(zip(names, fixed, strict=True))}
-    if options.output:
-        options.output.write_text(json.dumps(found))
-    print(compare_table(found))
+    print(compare_table({"scaled": scaled, "fixed": dict(zip(names, fixed, strict=True))}))
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Parse options; None: of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--traces", type=Path, help="Directory with the two traces.")
-    parser.add_argument(
-        "--trace", type=Path, help="Replay one trace unchanged instead, in a format of `cluster simulate`."
-    )
+    parser.add_argument("--traces", type=Path, required=True, help="Directory with the two traces.")
     parser.add_argument(
         "--only", choices=[*_FILES], help="Use only this trace of --traces, in its order, at the rate of --load."
     )
@@ -73,15 +65,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--duration", type=float, default=2400.0)
     parser.add_argument("--load", type=float, default=0.8)
     parser.add_argument("--replicas", type=int, default=16)
-    parser.add_argument("--profile", default="a100x8-llama-3.1-405b")
     parser.add_argument(
         "--eviction", default="reuse_value", help="Eviction policy of all replicas; lru simulates three times as fast."
     )
-    parser.add_argument("--scale-tokens", default="1")
     parser.add_argument("--slo-ttft-ms", type=float, default=20_000.0)
     parser.add_argument("--slo-itl-ms", type=float, default=45.0)
-    parser.add_argument("--interval", type=float, default=30.0)
-    parser.add_argument("--start-s", type=float, default=60.0)
     parser.add_argument("--begin", help="Initial sizes, such as 8P8D; default: equal.")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
@@ -89,33 +77,27 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--write-trace", type=Path, help="Write the mixed trace to this file and exit.")
-    parser.add_argument("-o", "--output", type=Path, help="Write all figures to this file, as JSON.")
     parser.add_argument("-v", "--verbose", action="store_true")
     return parser.parse_args(arguments)
 
 
 def make_fleets(options: argparse.Namespace) -> Fleets:
-    profile = load_profile(options.profile)
+    profile = load_profile(_PROFILE)
     setup = FleetSetup(
         num_prefill=1,
         num_decode=1,
-        policy="cost",
         block_size=64,
         kv_tokens=profile.kv.pool_tokens,
         prefix_fetches=True,
         eviction=options.eviction,
         waits_in_router=True,
     )
-    return Fleets(
-        setup=setup, profile=profile, slo_ttft_s=options.slo_ttft_ms / 1e3, slo_itl_s=options.slo_itl_ms / 1e3
-    )
+    return Fleets(setup=setup, profile=profile, slo=Slo.of_ms(options.slo_ttft_ms, options.slo_itl_ms))
 
 
 def make_trace(options: argparse.Namespace, fleets: Fleets) -> list[TraceRequest]:
-    if options.trace:
-        return read_trace(options.trace, scale=options.scale_tokens)
     names = [_FILES[options.only]] if options.only else [*_FILES.values()]
-    traces = [read_trace(options.traces / name, scale=options.scale_tokens) for name in names]
+    traces = [read_trace(options.traces / name) for name in names]
     if options.only:
         return _window_of(traces[0], options, fleets)
     wave, swell = _SHAPES[options.shape](options.period)
@@ -151,23 +133,14 @@ def _window_of(trace: list[TraceRequest], options: argparse.Namespace, fleets: F
 
 
 def _replicas_for(trace: list[TraceRequest], fleets: Fleets) -> float:
-    demand = demand_of(trace, fleets.setup, fleets.profile, slo_itl_s=fleets.slo_itl_s, reuse_share=_REUSE)
-    return demand.prefill + demand.decode
-
-
-def _turning(period_s: float) -> tuple[Wave, Wave]:
-    return mixes.turning(period_s), mixes.constant(1.0)
-
-
-def _bursts(period_s: float) -> tuple[Wave, Wave]:
-    """Return a wave that is suddenly answer-heavy for a quarter of each period."""
-    return mixes.steps([0.0, 0.0, 0.0, 1.0], each_s=period_s / 4), mixes.constant(1.0)
+    return sum(demand_of(trace, fleets, reuse_share=_REUSE))
 
 
 _SHAPES: dict[str, Callable[[float], tuple[Wave, Wave]]] = {
-    "turning": _turning,
+    "turning": lambda period_s: (mixes.turning(period_s), mixes.constant(1.0)),
     "steps": lambda period_s: (mixes.steps([0.0, 1.0, 0.4], each_s=period_s / 3), mixes.constant(1.0)),
-    "bursts": _bursts,
+    # Suddenly answer-heavy for a quarter of each period.
+    "bursts": lambda period_s: (mixes.steps([0.0, 0.0, 0.0, 1.0], each_s=period_s / 4), mixes.constant(1.0)),
     "sine": lambda period_s: (mixes.slow_sine(period_s), mixes.constant(1.0)),
     "constant": lambda period_s: (mixes.constant(0.5), mixes.constant(1.0)),
     "constant-low": lambda period_s: (mixes.constant(0.5), mixes.constant(0.4)),
@@ -195,9 +168,8 @@ def run_scaled(options: argparse.Namespace, fleets: Fleets, trace: list[TraceReq
         prefill=PoolBounds(min=1, max=most),
         decode=PoolBounds(min=1, max=most),
         max_devices=options.replicas,
-        interval_s=options.interval,
     )
-    autoscaler = Autoscaler(spec, ScaleLimits.of(spec, devices=PoolSizes(1, 1)))
+    autoscaler = Autoscaler(spec, devices=PoolSizes(1, 1))
     half = options.replicas // 2
     begin = PoolSizes(*map(int, options.begin.rstrip("D").split("P"))) if options.begin else PoolSizes(half, half)
     run = ScaledReplay(
@@ -205,7 +177,6 @@ def run_scaled(options: argparse.Namespace, fleets: Fleets, trace: list[TraceReq
         trace,
         autoscaler,
         begin=begin,
-        price=ReplayPrice(start_s=options.start_s),
         decided=lambda d: options.verbose and print(_line(d), file=sys.stderr, flush=True),
     )
     return run.run()
@@ -218,8 +189,7 @@ def _line(d: ScalingDecision) -> str:
 
 
 def run_fixed(fleets: Fleets, trace: list[TraceRequest], num_replicas: int, num_prefill: int) -> dict[str, Any]:
-    setup = replace(fleets.setup, num_prefill=num_prefill, num_decode=num_replicas - num_prefill)
-    return simulate(setup, fleets.profile, trace, slo_ttft_s=fleets.slo_ttft_s, slo_itl_s=fleets.slo_itl_s)
+    return fleets.simulate(PoolSizes(num_prefill, num_replicas - num_prefill), trace)
 
 
 if __name__ == "__main__":

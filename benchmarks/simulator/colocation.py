@@ -22,9 +22,9 @@ from cluster.bench.replay import Answered, replay, summary
 from cluster.cli.console import columns
 from core.process.ports import free_port
 from core.trace.trace import TraceRequest, poisson
+from core.trace.traffic import Slo
 from core.wire.client_access import EndpointAccess
-from planner.simulator.fleet_setup import FleetSetup
-from planner.simulator.profile import Profile, load_profile
+from planner.simulator.profile import FleetSetup, Profile, load_profile
 from planner.simulator.run import simulate
 
 _SHAPES = {"1P1D": ("prefill", "decode"), "0P1D": ("decode",)}
@@ -58,7 +58,7 @@ def main() -> None:
             answers = _measure(topology, trace, options.chunk)
             measured = [summary(answers, slo_ttft_s=ttft / 1e3, slo_itl_s=itl / 1e3) for ttft, itl in slos]
             trial = _trial(topology, trace, options.chunk, options.profile)
-            predicted = [simulate(*trial, slo_ttft_s=ttft / 1e3, slo_itl_s=itl / 1e3) for ttft, itl in slos]
+            predicted = [simulate(*trial, Slo.of_ms(ttft, itl)) for ttft, itl in slos]
             for name, found in (("measured", measured), ("predicted", predicted)):
                 figures = [f"{found[0][key][q]:,.1f}" for key, q in _METRICS]
                 rows.append([f"{topology} {name}", *figures, *(f"{one['good_share']:.1%}" for one in found)])
@@ -91,7 +91,6 @@ def _trial(
         num_prefill=num_prefill,
         num_decode=1,
         decode_width=2 - num_prefill,
-        policy="cost",
         block_size=16,
         kv_tokens=known.kv.pool_tokens,
         prefix_fetches=True,

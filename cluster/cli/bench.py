@@ -15,6 +15,7 @@ from cluster.cli.console import columns, progress_bar
 from cluster.cli.options import ApiKeyOption, AsJson, Name, Scale, SloItl, SloTtft, Speedup
 from core.trace.trace import TraceRequest, read_trace
 from core.trace.trace import poisson as make_poisson
+from core.trace.traffic import Slo
 from core.types.errors import ClusterError, SpecError
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def bench(
         )
     state = None if endpoint else find_state(name)
     own = (state.http if http else state.grpc) if state else ""
-    slo = {"slo_ttft_s": slo_ttft_ms and slo_ttft_ms / 1e3, "slo_itl_s": slo_itl_ms and slo_itl_ms / 1e3}
+    slo = Slo.of_ms(slo_ttft_ms, slo_itl_ms)
     report = _measure(load, endpoint or own, access_to(state, api_key), seed=seed, timeout_s=timeout, slo=slo)
     report |= _predict(load, state, slo=slo)
     print(json.dumps(report, indent=1) if as_json else _table(report))
@@ -80,7 +81,7 @@ def _measure(
     *,
     seed: int,
     timeout_s: float,
-    slo: dict[str, float | None],
+    slo: Slo,
 ) -> dict[str, Any]:
     from cluster.bench.endpoints import open_endpoint
     from cluster.bench.replay import Answered, replay, summary
@@ -93,10 +94,10 @@ def _measure(
                     load, target, seed=seed, timeout_s=timeout_s, on_end=lambda answered: progress.advance(task)
                 )
 
-    return summary(asyncio.run(run()), **slo)
+    return summary(asyncio.run(run()), slo_ttft_s=slo.ttft_s, slo_itl_s=slo.itl_s)
 
 
-def _predict(load: Sequence[TraceRequest], state: State | None, *, slo: dict[str, float | None]) -> dict[str, Any]:
+def _predict(load: Sequence[TraceRequest], state: State | None, *, slo: Slo) -> dict[str, Any]:
     """Return the simulator's report of the same load at the replicas' learned rates, as `predicted`.
 
     If there is none, `predicted` is None and `no_prediction` gives the reason. The rates include this load.
@@ -107,11 +108,11 @@ def _predict(load: Sequence[TraceRequest], state: State | None, *, slo: dict[str
         controller = join_controller(state)
         from core.spec.schema import Spec
         from core.trace.traffic import ReplicaReport
-        from planner.autoscaler.live_prediction import predict_load
+        from planner.autoscaler.live import predict_load
 
         spec = Spec.model_validate(ask(controller, "status")["spec"])
         replicas = [ReplicaReport.of(tree) for tree in ask(controller, "autoscaling")["replicas"]]
-        return {"predicted": predict_load(spec, replicas, load, **slo)}
+        return {"predicted": predict_load(spec, replicas, load, slo)}
     except ClusterError as error:
         return {"predicted": None, "no_prediction": " ".join(str(error).split())}
 

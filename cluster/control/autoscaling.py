@@ -24,12 +24,10 @@ from core.types.errors import ClusterError
 from core.types.json_records import known_fields
 from core.types.request import Role
 from core.types.role_switch import hindrance
-from planner.autoscaler.decide import AutoscaleState
-from planner.autoscaler.live_observation import LiveObservation
-from planner.autoscaler.observation import ChangePrice
+from planner.autoscaler.decide import AutoscaleState, Trust
+from planner.autoscaler.observation import ChangePrice, LiveObservation
 from planner.autoscaler.pool_sizes import PoolSizes
 from planner.autoscaler.scaling_decision import Prediction, ScalingDecision
-from planner.autoscaler.simulator_accuracy import Trust
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +75,7 @@ async def _decide_on_head(
 ) -> tuple[AutoscaleState, ScalingDecision]:
     """Decide in a Ray process on the head, so that the controller keeps answering."""
     # Imported here because it brings the simulator, which the controller process does not need.
-    from planner.autoscaler.decide_live import decide_live
+    from planner.autoscaler.live import decide_live
 
     [head] = [node for node in live_nodes() if node.is_head]
     async with asyncio.timeout(_DECIDE_S):

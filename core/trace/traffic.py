@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,22 @@ from core.types.step_timing import StepTiming
 
 TOKENS_PER_HASH = 64  # of a prompt; a hash covers all tokens before, too
 KEPT_S = 1080.0  # window of the autoscaler's decisions, plus the age of cached prefixes
+
+
+@dataclass(frozen=True)
+class Slo:
+    """Limits for a good request, in seconds: on its TTFT, and on its mean ITL."""
+
+    ttft_s: float = math.inf
+    itl_s: float = math.inf
+
+    @classmethod
+    def of_ms(cls, ttft_ms: float | None, itl_ms: float | None) -> Slo:
+        """Convert limits in milliseconds; None: no limit."""
+        return cls(*(math.inf if limit is None else limit / 1e3 for limit in (ttft_ms, itl_ms)))
+
+    def is_kept(self, ttft_s: float, itl_s: float) -> bool:
+        return ttft_s <= self.ttft_s and itl_s <= self.itl_s
 
 
 @dataclass(kw_only=True, slots=True)
@@ -30,10 +47,6 @@ class SeenRequest:
     @property
     def is_over(self) -> bool:
         return self.num_output is not None
-
-    def is_good(self, *, slo_ttft_s: float, slo_itl_s: float) -> bool:
-        """Return whether the request met both limits."""
-        return self.ttft_s is not None and self.ttft_s <= slo_ttft_s and (self.itl_s or 0.0) <= slo_itl_s
 
 
 @dataclass(frozen=True, kw_only=True)

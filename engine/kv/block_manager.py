@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from engine.kv.block_allocator import BlockAllocator
-from engine.kv.eviction import Eviction, Origin
+from engine.kv.eviction import Eviction
 from engine.kv.state_manager import StateManager
 from engine.kv.window_manager import WindowManager
 
@@ -63,36 +63,6 @@ class BlockManager(BlockAllocator):
         """Return the places of the blocks that the query behind this prefix sees, and that are here without parts."""
         seen = self.windows.seen_from(len(hashes)) if self.windows else ()
         return {place for place in seen if hashes[place] in self and not self.has_part(hashes[place])}
-
-    def restore(self, hashes: Sequence[bytes]) -> list[int] | None:
-        """Hold and return a block for each hash. The caller fills in the content of those that were missing.
-
-        Of these, the blocks that the next query sees get parts, which stay cached; none does if parts are too few.
-        Returns None and takes nothing if the pool is full.
-        """
-        here = [prefix_hash for prefix_hash in hashes if prefix_hash in self._block_of]
-        missing = [prefix_hash for prefix_hash in hashes if prefix_hash not in self._block_of]
-        if (
-            len(missing) + sum(self._block_of[prefix_hash] not in self._refs for prefix_hash in here)
-            > self.num_available
-        ):
-            return None
-        for prefix_hash in here:
-            block = self._block_of[prefix_hash]
-            self._cached.used(block, prefix_hash)
-            self._refs[block] = self._refs.get(block, 0) + 1
-        taken = dict(zip(missing, self._take(len(missing), Origin.CONTINUED), strict=True))
-        parts = []
-        if self.windows:
-            parts = [taken[hashes[place]] for place in self.windows.seen_from(len(hashes)) if hashes[place] in taken]
-            parts = parts if len(parts) <= self.windows.num_available else []
-            self.windows.attach(parts)
-        for prefix_hash, block in taken.items():
-            self._register(block, prefix_hash)
-            self._cached.restored(prefix_hash)
-        if self.windows:
-            self.windows.drop(parts)
-        return [self._block_of[prefix_hash] for prefix_hash in hashes]
 
     # Checkpoints, by the hashes of their blocks.
 

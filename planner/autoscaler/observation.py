@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from core.trace.traffic import SeenRequest
+from core.spec.schema import Spec
+from core.trace.traffic import ReplicaReport, SeenRequest, Slo
 from planner.autoscaler.pool_sizes import PoolSizes, ScaleMoves
 
 HOT = 0.9  # saturation above which a pool is too small
@@ -64,17 +65,20 @@ class Observation:
     price: ChangePrice
     is_changing: bool = False  # an earlier change is still in progress
 
-    def measured(self, *, since_s: float, slo_ttft_s: float, slo_itl_s: float) -> dict[str, float]:
+    def moves_to(self, sizes: PoolSizes) -> ScaleMoves:
+        return ScaleMoves.between(self.sizes, sizes, has_switch=self.price.switch_s is not None)
+
+    def measured(self, slo: Slo, *, since_s: float) -> dict[str, float]:
         """Summarize requests that arrived since since_s and have ended or are already late.
 
         Returns num, good_share, ttft_p50_s and itl_s (mean).
         """
         new = [r for r in self.requests if r.arrival_s >= since_s]
-        late = [r for r in new if r.ttft_s is None and not r.is_over and self.now_s - r.arrival_s > slo_ttft_s]
+        late = [r for r in new if r.ttft_s is None and not r.is_over and self.now_s - r.arrival_s > slo.ttft_s]
         over = [r for r in new if r.is_over]
         ttft = [r.ttft_s for r in over if r.ttft_s is not None] + [self.now_s - r.arrival_s for r in late]
         itl = [r.itl_s for r in over if r.itl_s]
-        good = sum(r.is_good(slo_ttft_s=slo_ttft_s, slo_itl_s=slo_itl_s) for r in over)
+        good = sum(r.ttft_s is not None and slo.is_kept(r.ttft_s, r.itl_s or 0.0) for r in over)
         num = len(over) + len(late)
         return {
             "num": num,
@@ -82,3 +86,17 @@ class Observation:
             "ttft_p50_s": median(ttft) if ttft else 0.0,
             "itl_s": fmean(itl) if itl else 0.0,
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiveObservation:
+    """Input of a decision about a live deployment: plain values, for a separate process."""
+
+    spec: Spec  # has `autoscale`
+    now_s: float  # on the clock of the requests' arrival times
+    time_s: float  # unix time
+    requests: Sequence[SeenRequest]
+    replicas: Sequence[ReplicaReport]
+    num_waiting: int
+    price: ChangePrice
+    is_changing: bool

@@ -1,4 +1,4 @@
-"""Pool sizes, the moves from one pair of sizes to another, and the limits on sizes."""
+"""Pool sizes, the load that they are for, the moves from one pair of sizes to another, and the limits on sizes."""
 
 from __future__ import annotations
 
@@ -17,6 +17,24 @@ class PoolSizes(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.prefill}P{self.decode}D"
+
+
+class Demand(NamedTuple):
+    """Replicas of each pool that a load keeps fully busy, fractions included."""
+
+    prefill: float
+    decode: float
+
+    def busy(self, sizes: PoolSizes) -> float:
+        """Return the utilization of the busier pool; above 1 means overload."""
+        return max(self.prefill / sizes.prefill, self.decode / sizes.decode)
+
+    def done(self, sizes: PoolSizes) -> float:
+        """Return the share of the work that pools of these sizes can do, at most 1."""
+        return min(1.0, 1 / max(self.busy(sizes), 1e-9))
+
+    def times(self, factor: float) -> Demand:
+        return Demand(self.prefill * factor, self.decode * factor)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +66,6 @@ class ScaleMoves:
     @property
     def num_switches(self) -> int:
         return self.to_prefill + self.to_decode
-
-    @property
-    def num_starts(self) -> int:
-        return self.start_prefill + self.start_decode
 
     def __str__(self) -> str:
         counts = {

@@ -47,7 +47,7 @@ class Prediction:
 class ScalingDecision:
     """Decision with its reasons. Plain values: `as_dict` gives JSON, `of` reads it."""
 
-    number: int  # sequence number in the autoscaler's history
+    number: int = 0  # sequence number in the autoscaler's history
     time_s: float  # unix time, or virtual time of a replay
     before: PoolSizes
     after: PoolSizes  # equal to `before`: no change

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Protocol
 
-from planner.autoscaler.demand import Demand
-from planner.autoscaler.outlook import Outlook
-from planner.autoscaler.pool_sizes import PoolSizes, ScaleLimits
+from planner.autoscaler.forecast import LoadForecast
+from planner.autoscaler.pool_sizes import Demand, PoolSizes, ScaleLimits
 from planner.autoscaler.scaling_decision import Prediction
 
-FULL = 0.85  # utilization above which a pool builds up queues
+_FULL = 0.85  # utilization above which a pool builds up queues
 _MAX_TRIED = 4
+
+
+class Outlook(Protocol):
+    """Predictions for the forecast load."""
+
+    forecast: LoadForecast
+
+    def predict(self, sizes: PoolSizes, *, load: float = 1.0) -> Prediction:
+        """Predict latencies for pools of these sizes. load: factor on the forecast request rate."""
+        ...
+
+    def demand(self, *, reuse_share: float) -> Demand: ...
 
 
 def find_enough(
@@ -21,11 +33,11 @@ def find_enough(
     Best is a new split of the current devices if it serves `attainment` of the load within the limits; else the
     cheapest sizes that do; else the sizes that serve most.
     """
-    target = demand.times(load / FULL)
+    target = demand.times(load / _FULL)
     tried: dict[PoolSizes, Prediction] = {}
     for start in (
-        limits.evenly(*target.replicas, num_devices=limits.num_devices(now)),
-        limits.nearest(*target.replicas),
+        limits.evenly(*target, num_devices=limits.num_devices(now)),
+        limits.nearest(*target),
     ):
         tried[start] = outlook.predict(start, load=load)
         if tried[start].expected_share >= attainment and limits.num_devices(start) == limits.num_devices(now):
@@ -50,7 +62,7 @@ def fewer(sizes: PoolSizes, limits: ScaleLimits, demand: Demand, *, load: float)
 
     The first drops half of the surplus of each pool; the next drop one replica, from the less busy pool first.
     """
-    low = limits.nearest(*demand.times(load / FULL).replicas)
+    low = limits.nearest(*demand.times(load / _FULL))
     half = PoolSizes(
         sizes.prefill - max(0, sizes.prefill - low.prefill + 1) // 2,
         sizes.decode - max(0, sizes.decode - low.decode + 1) // 2,

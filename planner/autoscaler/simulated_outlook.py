@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from core.spec.schema import AutoscaleSpec, Spec
 from core.trace.trace import TraceRequest
-from core.trace.traffic import SeenRequest
-from planner.autoscaler.answer_lengths import answer_lengths, tokens_so_far
-from planner.autoscaler.arithmetic import demand_of
-from planner.autoscaler.demand import Demand
-from planner.autoscaler.forecast import LoadForecast, begin_of_the_same, forecast_load, trace_request, upcoming
-from planner.autoscaler.pool_sizes import PoolSizes
+from core.trace.traffic import SeenRequest, Slo
+from planner.autoscaler.forecast import (
+    answer_lengths,
+    begin_of_the_same,
+    forecast_load,
+    tokens_so_far,
+    trace_request,
+    upcoming,
+)
+from planner.autoscaler.pool_sizes import Demand, PoolSizes
 from planner.autoscaler.scaling_decision import Prediction
-from planner.simulator.clock import Clock
 from planner.simulator.fleet import Fleet
-from planner.simulator.fleet_setup import FleetSetup
 from planner.simulator.prefix_hashes import PrefixHashes
-from planner.simulator.profile import Profile
-from planner.simulator.report import Report
-from planner.simulator.run import feed
+from planner.simulator.profile import FleetSetup, Profile
+from planner.simulator.run import simulate
 
+WINDOW_S = 180.0  # traffic that a decision is based on
 _HORIZON_S = 60.0  # simulated time, unless _MAX_OUTPUT is reached first
 _MAX_OUTPUT = 100_000  # answer tokens per simulation, which takes a few seconds
 _LASTING_S = 300.0  # assumed lifetime of a decision
@@ -44,110 +49,85 @@ class Fleets:
 
     setup: FleetSetup
     profile: Profile
-    slo_ttft_s: float
-    slo_itl_s: float
+    slo: Slo
 
     @classmethod
     def of(cls, spec: Spec, rules: AutoscaleSpec, profile: Profile, *, block_size: int) -> Fleets:
         """Build the input from a spec. block_size: tokens per id of the trace."""
-        setup = FleetSetup(
-            num_prefill=1,
-            num_decode=1,
-            policy="cost",
-            block_size=block_size,
-            kv_tokens=profile.kv.pool_tokens,
-            prefix_fetches=True,
-            prefill_batch_tokens=spec.prefill.max_batch_tokens,
-            decode_batch_tokens=spec.decode.max_batch_tokens,
-            max_running=spec.decode.max_running,
-            max_local_tokens=spec.router.max_local_prefill,
-            checkpoint_tokens=spec.kv.checkpoint_tokens,
-            waits_in_router=True,
+        kv_tokens = profile.kv.pool_tokens
+        setup = FleetSetup.of(
+            spec, block_size=block_size, kv_tokens=kv_tokens, prefix_fetches=True, waits_in_router=True
         )
-        return cls(setup=setup, profile=profile, slo_ttft_s=rules.slo_ttft_ms / 1e3, slo_itl_s=rules.slo_itl_ms / 1e3)
+        return cls(setup=setup, profile=profile, slo=Slo.of_ms(rules.slo_ttft_ms, rules.slo_itl_ms))
 
+    def with_sizes(self, sizes: PoolSizes) -> FleetSetup:
+        return replace(self.setup, num_prefill=sizes.prefill, num_decode=sizes.decode)
 
-@dataclass(frozen=True, kw_only=True)
-class _Present:
-    """Initial state of every simulation. Its requests have negative numbers, which excludes them from the results."""
-
-    cached: list[TraceRequest]  # requests whose prompts are cached
-    running: list[tuple[TraceRequest, int]]  # requests with their tokens so far
-    waiting: list[TraceRequest]  # requests without a first token
-
-    @classmethod
-    def of(cls, requests: Sequence[SeenRequest], answers: Sequence[int], now_s: float, *, first: int) -> _Present:
-        """Build the state at now_s.
-
-        answers: answer length of each request. first: index of the first replayed request; its prompt and later ones
-        are not cached.
-        """
-        running, waiting = [], []
-        so_far = tokens_so_far(requests, now_s=now_s)
-        for i, (seen, length, done) in enumerate(zip(requests, answers, so_far, strict=True)):
-            if seen.is_over:
-                continue
-            length = max(length, done + 1)
-            request = trace_request(seen, number=-1 - i, arrival_s=0.0, num_tokens=seen.num_tokens, num_output=length)
-            if done:
-                running.append((request, done))
-            else:
-                waiting.append(request)
-        cached = [
-            trace_request(seen, number=-1 - i, arrival_s=0.0, num_tokens=seen.num_tokens, num_output=1)
-            for i, seen in enumerate(requests[:first])
-            if seen.ids is not None
-        ]
-        return cls(cached=cached[-_MAX_PAST:], running=running, waiting=waiting)
+    def simulate(self, sizes: PoolSizes, trace: Sequence[TraceRequest]) -> dict[str, Any]:
+        """Simulate a trace on pools of these sizes, and return the simulator's report."""
+        return simulate(self.with_sizes(sizes), self.profile, trace, self.slo)
 
 
 class SimulatedOutlook:
-    """Implementation of Outlook by simulation. Each pair of sizes is simulated once per load."""
+    """Implementation of Outlook by simulation. Each pair of sizes is simulated once per load.
 
-    def __init__(
-        self, fleets: Fleets, trace: list[TraceRequest], trace_s: float, forecast: LoadForecast, now: _Present
-    ) -> None:
-        """trace: requests of the next trace_s seconds. now: initial state of the simulations."""
-        self.forecast = forecast
-        self._fleets = fleets
-        self._trace, self._trace_s = trace, trace_s
-        self._now = now
-        self._hashes = PrefixHashes(fleets.setup.block_size, trace[0].tokens_per_id)
-        self._predicted: dict[tuple[PoolSizes, float], Prediction] = {}
+    Requests that are running, waiting or cached when the simulations begin have negative numbers, which excludes them
+    from the results.
+    """
 
-    @classmethod
-    def of(
-        cls, fleets: Fleets, requests: Sequence[SeenRequest], *, now_s: float, window_s: float, ahead_s: float
-    ) -> SimulatedOutlook | None:
-        """Build the outlook from recent traffic; None if there are too few requests in the last window_s.
+    def __init__(self, fleets: Fleets, requests: Sequence[SeenRequest], *, now_s: float, ahead_s: float) -> None:
+        """Build the outlook from recent traffic.
 
-        requests: in order of arrival. ahead_s: how far after now_s the load is forecast.
+        requests: in order of arrival, at least _MIN_REQUESTS of them in the last WINDOW_S. ahead_s: how far after now_s
+        the load is forecast.
         """
-        recent = [request for request in requests if request.arrival_s >= now_s - window_s]
-        if len(recent) < _MIN_REQUESTS:
-            return None
+        num_past = bisect_left(requests, now_s - WINDOW_S, key=lambda request: request.arrival_s)
+        recent = requests[num_past:]
         # Lengths are learnt from all requests: those with prompts of one length class may be rare.
         all_answers = answer_lengths(requests, now_s=now_s)
-        answers = all_answers[len(requests) - len(recent) :]
+        answers = all_answers[num_past:]
         first = begin_of_the_same(recent, now_s=now_s)
-        forecast = forecast_load(
+        self.forecast = forecast_load(
             recent,
             answers,
-            begin_s=max(now_s - window_s, requests[0].arrival_s),
-            shape_s=max(now_s - window_s, recent[first].arrival_s),
+            begin_s=max(now_s - WINDOW_S, requests[0].arrival_s),
+            shape_s=max(now_s - WINDOW_S, recent[first].arrival_s),
             now_s=now_s,
             ahead_s=ahead_s,
         )
         first = max(first, _affordable(answers))
-        trace = upcoming(recent[first:], answers[first:], forecast)
-        seconds = (now_s - recent[first].arrival_s) * forecast.pace
-        present = _Present.of(requests, all_answers, now_s, first=len(requests) - len(recent) + first)
+        trace = upcoming(recent[first:], answers[first:], self.forecast)
+        seconds = (now_s - recent[first].arrival_s) * self.forecast.pace
         times = _times(seconds, answers[first:])
-        return cls(fleets, _again(trace, seconds, times), times * seconds, forecast, present)
+        self._fleets = fleets
+        self._trace, self._trace_s = _again(trace, seconds, times), times * seconds
+        self._hashes = PrefixHashes(fleets.setup.block_size, trace[0].tokens_per_id)
+        self._predicted: dict[tuple[PoolSizes, float], Prediction] = {}
+        # The state at now_s. The prompts of replayed requests are not cached.
+        past = [_present(i, seen, 1) for i, seen in enumerate(requests[: num_past + first]) if seen.ids is not None]
+        self._cached = past[-_MAX_PAST:]
+        self._running: list[tuple[TraceRequest, int]] = []  # requests with their tokens so far
+        self._waiting: list[TraceRequest] = []  # requests without a first token
+        so_far = tokens_so_far(requests, now_s=now_s)
+        for i, (seen, length, done) in enumerate(zip(requests, all_answers, so_far, strict=True)):
+            if seen.is_over:
+                continue
+            request = _present(i, seen, max(length, done + 1))
+            if done:
+                self._running.append((request, done))
+            else:
+                self._waiting.append(request)
+
+    @classmethod
+    def of(
+        cls, fleets: Fleets, requests: Sequence[SeenRequest], *, now_s: float, ahead_s: float
+    ) -> SimulatedOutlook | None:
+        """Build the outlook; None if there are too few requests in the last WINDOW_S."""
+        num_recent = sum(request.arrival_s >= now_s - WINDOW_S for request in requests)
+        return cls(fleets, requests, now_s=now_s, ahead_s=ahead_s) if num_recent >= _MIN_REQUESTS else None
 
     def demand(self, *, reuse_share: float) -> Demand:
-        fleets = self._fleets
-        return demand_of(self._trace, fleets.setup, fleets.profile, slo_itl_s=fleets.slo_itl_s, reuse_share=reuse_share)
+        return demand_of(self._trace, self._fleets, reuse_share=reuse_share)
 
     def predict(self, sizes: PoolSizes, *, load: float = 1.0) -> Prediction:
         if (key := (sizes, load)) not in self._predicted:
@@ -156,24 +136,21 @@ class SimulatedOutlook:
 
     def _simulate(self, sizes: PoolSizes, load: float) -> Prediction:
         fleets = self._fleets
-        setup = replace(fleets.setup, num_prefill=sizes.prefill, num_decode=sizes.decode, eviction=_EVICTION)
-        clock, report = Clock(), Report(slo_ttft_s=fleets.slo_ttft_s, slo_itl_s=fleets.slo_itl_s)
-        fleet = Fleet(setup, fleets.profile, self._hashes, clock, report)
-        fleet.warm(self._now.cached)
-        for request, num_generated in self._now.running:
+        fleet = Fleet(replace(fleets.with_sizes(sizes), eviction=_EVICTION), fleets.profile, self._hashes)
+        fleet.warm(self._cached)
+        for request, num_generated in self._running:
             fleet.place(request, num_generated)
         trace = [replace(request, arrival_s=request.arrival_s / load) for request in self._trace]
-        feed(clock, fleet.arrive, [*self._now.waiting, *trace])
-        clock.run()
-        judged = [flight for flight in report.flights if flight.request.number >= 0]
-        judged.sort(key=lambda flight: flight.request.arrival_s)
+        fleet.run([*self._waiting, *trace])
+        judged = [flight for flight in fleet.flights if flight.request.number >= 0]
+        judged.sort(key=lambda flight: (flight.request.arrival_s, flight.ended_at))
         ttft = np.array([flight.ttft_s for flight in judged])
         itl = np.array([flight.mean_itl_s for flight in judged])
-        in_ttft, in_itl = ttft <= fleets.slo_ttft_s, itl <= fleets.slo_itl_s
+        in_ttft, in_itl = ttft <= fleets.slo.ttft_s, itl <= fleets.slo.itl_s
         work_s = np.array([flight.compute_s for flight in judged if flight.option.prefill])
         simulated_s = max(self._trace_s / load, 1e-3)
         growth = _growth(work_s, sizes.prefill * simulated_s)
-        if not self._now.waiting:
+        if not self._waiting:
             growth = max(0.0, growth)  # no backlog to work off
         arrivals = np.array([flight.request.arrival_s for flight in judged])
         cached = sum(flight.num_cached for flight in judged) / sum(flight.request.num_tokens for flight in judged)
@@ -183,7 +160,7 @@ class SimulatedOutlook:
             num=len(judged),
             good_share=float(np.mean(in_ttft & in_itl)),
             lasting_share=_lasting(
-                arrivals, ttft, in_itl, simulated_s=simulated_s, growth=growth, slo_ttft_s=fleets.slo_ttft_s
+                arrivals, ttft, in_itl, simulated_s=simulated_s, growth=growth, slo_ttft_s=fleets.slo.ttft_s
             ),
             ttft_share=float(np.mean(in_ttft)),
             itl_share=float(np.mean(in_itl)),
@@ -192,6 +169,45 @@ class SimulatedOutlook:
             itl_s=float(np.mean(itl[itl > 0])) if (itl > 0).any() else 0.0,
             reuse_share=min(1.0, cached),
         )
+
+
+def demand_of(trace: Sequence[TraceRequest], fleets: Fleets, *, reuse_share: float) -> Demand:
+    """Compute the demand of a trace of at least two requests without queues, caches or randomness.
+
+    It gives the search a starting point and ranks sizes by their spare capacity. The simulator decides what is enough.
+    reuse_share: share of prompt tokens found in caches.
+    """
+    seconds, timing = max(trace[-1].arrival_s, 1e-9), fleets.profile.timing()
+    computed = sum(
+        timing.prefill_s(
+            max(1, round(request.num_tokens * (1 - reuse_share))),
+            after=round(request.num_tokens * reuse_share),
+            chunk=fleets.setup.prefill_batch_tokens,
+        )
+        for request in trace
+    )
+    mean_context = fmean(request.num_tokens + request.num_output / 2 for request in trace)
+    tokens_per_s = sum(request.num_output for request in trace) / seconds
+    return Demand(prefill=computed / seconds, decode=tokens_per_s / _decode_tokens_per_s(fleets, mean_context))
+
+
+def _decode_tokens_per_s(fleets: Fleets, mean_context: float) -> float:
+    """Return the token rate of one replica with the largest batch that keeps the ITL limit and fits its memory."""
+    setup, profile = fleets.setup, fleets.profile
+    timing = profile.decode_timing()
+    row_s = max(timing.token_s + timing.context_s * mean_context, 1e-9)
+    rows = min((fleets.slo.itl_s - timing.base_s) / row_s, setup.max_running, setup.kv_tokens / mean_context)
+    if (kv := profile.kv).window or kv.state_bytes:
+        size, largest, context = setup.block_size, setup.decode_batch_tokens, math.ceil(mean_context)
+        pool = kv.pool_sizes(setup.kv_tokens, block_size=size, max_batch_tokens=largest)
+        rows = min(rows, pool.max_batch(kv.wire_cache(size), context, max_batch_tokens=largest))
+    rows = max(rows, 1.0)
+    return rows / (timing.base_s + rows * row_s)
+
+
+def _present(number: int, seen: SeenRequest, num_output: int) -> TraceRequest:
+    """Return a request that had arrived before the simulation."""
+    return trace_request(seen, number=-1 - number, arrival_s=0.0, num_tokens=seen.num_tokens, num_output=num_output)
 
 
 def _growth(work_s: Floats, capacity_s: float) -> float:

@@ -3,15 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
 
 from core.trace.trace import TraceRequest
+from core.trace.traffic import Slo
 from core.types.errors import SpecError
-from planner.simulator.candidate import Candidate, Trial
-from planner.simulator.fleet_setup import FleetSetup
-from planner.simulator.profile import Profile
+from planner.simulator.profile import FleetSetup, Profile
+from planner.simulator.run import simulate
 
 _MAX_CHUNK = 8192  # tokens
+_BY_MERIT = attrgetter("merit")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """Topology with its simulated performance. Without prefill replicas both roles are colocated: the decode replicas
+    compute the prompts."""
+
+    num_prefill: int
+    num_decode: int
+    prefill_threads: int  # per replica, on a CPU
+    decode_threads: int
+    decode_batch_tokens: int  # token limit of a step; limits the prompt chunks that decode replicas compute
+    size: int  # resources, in replicas of the profile
+    usd_per_hour: float
+    good_share: float  # share of requests that keep the SLO
+    goodput_rps: float
+    ttft_p50_ms: float
+    ttft_p99_ms: float
+    itl_p50_ms: float
+    itl_p99_ms: float
+    reuse_share: float
+    strain: float  # maximum of P99 / limit over TTFT and ITL
+
+    @property
+    def topology(self) -> str:
+        return f"{self.num_prefill}P{self.num_decode}D"
+
+    @property
+    def is_colocated(self) -> bool:
+        return not self.num_prefill
+
+    @property
+    def merit(self) -> tuple[float, float]:
+        """Sort key: greater means that the SLO is kept better."""
+        return self.good_share, -self.strain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +68,7 @@ def make_plan(
     profile: Profile,
     trace: Sequence[TraceRequest],
     *,
-    slo_ttft_s: float,
-    slo_itl_s: float,
+    slo: Slo,
     good_share: float,
     max_replicas: int,
     tried: Callable[[Candidate], None] = lambda candidate: None,
@@ -44,18 +82,17 @@ def make_plan(
     """
     if max_replicas < 2:
         raise SpecError("a plan needs at least two replicas: one to prefill and one to decode")
-    trial = Trial(setup=setup, profile=profile, trace=trace, slo_ttft_s=slo_ttft_s, slo_itl_s=slo_itl_s)
-    search = _Search(trial, tried)
+    search = _Search(setup, profile, trace, slo, tried)
     best, size = None, 0
     while size < 2 or (best is None and size < max_replicas):
         size += 1
         search.try_all_of(size)
-        best = best or max((c for c in search.of(size) if c.good_share >= good_share), key=_merit, default=None)
+        best = best or max((c for c in search.of(size) if c.good_share >= good_share), key=_BY_MERIT, default=None)
     found = search.of(size)
     return CapacityPlan(
         best=best,
-        apart=max((c for c in found if not c.is_colocated), key=_merit),
-        colocated=max((c for c in found if c.is_colocated), key=_merit),
+        apart=max((c for c in found if not c.is_colocated), key=_BY_MERIT),
+        colocated=max((c for c in found if c.is_colocated), key=_BY_MERIT),
         frontier=frontier(search.found),
         tried=search.found,
     )
@@ -70,12 +107,52 @@ def frontier(candidates: Sequence[Candidate]) -> list[Candidate]:
     return chosen
 
 
+def draw_frontier(plan: CapacityPlan, path: Path, *, good_share: float) -> None:
+    """Draw the frontier as PNG or SVG, by the file's suffix.
+
+    Raises SpecError for another suffix, or without matplotlib, an optional dependency (`pip install xpyd[plot]`).
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise SpecError("a plot needs matplotlib: pip install 'xpyd[plot]'") from None
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    axes.axhline(good_share, color="0.7", linestyle="--", label="target")
+    tried, frontier = plan.tried, plan.frontier
+    axes.scatter([c.usd_per_hour for c in tried], [c.good_share for c in tried], color="0.6", label="tried")
+    axes.step(
+        [c.usd_per_hour for c in frontier], [c.good_share for c in frontier], where="post", marker="o", label="frontier"
+    )
+    for candidate in frontier:
+        place = (candidate.usd_per_hour, candidate.good_share)
+        axes.annotate(candidate.topology, place, textcoords="offset points", xytext=(4, -12))
+    axes.set_xlabel("USD per hour")
+    axes.set_ylabel("share of requests within the SLO")
+    axes.margins(x=0.15, y=0.15)  # room for the labels beside the points
+    figure.legend(loc="outside upper center", ncols=3)
+    try:
+        figure.savefig(path)
+    except ValueError as error:
+        raise SpecError(f"{path}: {error}") from None
+
+
 class _Search:
-    def __init__(self, trial: Trial, tried: Callable[[Candidate], None]) -> None:
+    def __init__(
+        self,
+        setup: FleetSetup,
+        profile: Profile,
+        trace: Sequence[TraceRequest],
+        slo: Slo,
+        tried: Callable[[Candidate], None],
+    ) -> None:
         self.found: list[Candidate] = []
-        self._trial = trial
+        self._setup = setup
+        self._profile = profile
+        self._trace = trace
+        self._slo = slo
         self._tried = tried
-        self._widths = [1, *(wider.width for wider in trial.profile.wider)]
+        self._widths = [1, *(wider.width for wider in profile.wider)]
 
     def of(self, size: int) -> list[Candidate]:
         return [candidate for candidate in self.found if candidate.size == size]
@@ -94,8 +171,8 @@ class _Search:
         before = [c for c in self.of(size - 1) if not c.is_colocated]
         if not before:
             return list(range(1, size))
-        best = max(before, key=_merit)
-        for_prefill = best.num_prefill * best.prefill_threads // self._trial.profile.threads
+        best = max(before, key=_BY_MERIT)
+        for_prefill = best.num_prefill * best.prefill_threads // self._profile.threads
         return [n for n in (for_prefill, for_prefill + 1) if n < size]
 
     def _replicas(self, size: int) -> Iterator[tuple[int, int]]:
@@ -104,25 +181,42 @@ class _Search:
 
     def _try_chunks(self, num_decode: int, *, decode_width: int) -> None:
         """Halve the chunk size, or double it, as long as the SLO is kept better."""
-        setup = self._trial.setup
         first = self._try(0, num_decode, decode_width=decode_width)
         for turn in (0.5, 2.0):
             best, better = first, first.good_share < 1
             while better:
                 chunk = int(best.decode_batch_tokens * turn)
-                if not setup.max_running < chunk <= _MAX_CHUNK:
+                if not self._setup.max_running < chunk <= _MAX_CHUNK:
                     break
                 other = self._try(0, num_decode, decode_width=decode_width, decode_batch_tokens=chunk)
                 better = other.merit > best.merit
-                best = max(best, other, key=_merit)
+                best = max(best, other, key=_BY_MERIT)
             if best is not first:
                 return
 
-    def _try(self, num_prefill: int, num_decode: int, **changes: int) -> Candidate:
-        self.found.append(self._trial.of(num_prefill=num_prefill, num_decode=num_decode, **changes))
-        self._tried(self.found[-1])
-        return self.found[-1]
-
-
-def _merit(candidate: Candidate) -> tuple[float, float]:
-    return candidate.merit
+    def _try(self, num_prefill: int, num_decode: int, **changes: Any) -> Candidate:
+        """Simulate the setup with these changes."""
+        setup = replace(self._setup, num_prefill=num_prefill, num_decode=num_decode, **changes)
+        report = simulate(setup, self._profile, self._trace, self._slo)
+        ttft, itl, threads = report["ttft_ms"], report["itl_ms"], self._profile.threads
+        size = num_prefill * setup.prefill_width + num_decode * setup.decode_width
+        candidate = Candidate(
+            num_prefill=num_prefill,
+            num_decode=num_decode,
+            prefill_threads=setup.prefill_width * threads,
+            decode_threads=setup.decode_width * threads,
+            decode_batch_tokens=setup.decode_batch_tokens,
+            size=size,
+            usd_per_hour=size * self._profile.usd_per_hour,
+            good_share=report["good_share"],
+            goodput_rps=report["goodput_rps"],
+            ttft_p50_ms=ttft["p50"],
+            ttft_p99_ms=ttft["p99"],
+            itl_p50_ms=itl["p50"],
+            itl_p99_ms=itl["p99"],
+            reuse_share=report["reuse_share"],
+            strain=max(ttft["p99"] / (self._slo.ttft_s * 1e3), itl["p99"] / (self._slo.itl_s * 1e3)),
+        )
+        self.found.append(candidate)
+        self._tried(candidate)
+        return candidate

@@ -1,22 +1,25 @@
-"""Performance profile of a machine and a model for the simulator: step times, KV sizes and transfer rates.
+"""Input of a simulation: a deployment's setup, and the performance profile of a machine and a model.
 
-A profile is a JSON file. The shipped ones, beside this file, are *derived* from data sheets, as their `derivation`
-explains. `cluster profile` measures one on the local machine.
+A profile is a JSON file with step times, KV sizes and transfer rates. The shipped ones, beside this file, are *derived*
+from data sheets, as their `derivation` explains. `cluster profile` measures one on the local machine.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from core.model.kv_memory import CacheShape, PoolSizes, least_parts
+from core.spec.schema import Spec
 from core.types.errors import SpecError
 from core.types.step_timing import StepTiming
-from planner.simulator.drafts import DraftRates
 
 DEFAULT = "h100-llama-3.1-8b"
+MAX_DRAFT_TOKENS = 64
+_SHIPPED = Path(__file__).parent
 
 Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
@@ -29,12 +32,16 @@ class _Section(BaseModel):
 
 
 class Steps(_Section):
-    """Coefficients of core.types.step_timing.StepTiming."""
+    """Coefficients of a StepTiming."""
 
     base_s: NotNegative
     token_s: NotNegative
     pair_s: NotNegative
     context_s: NotNegative
+
+    @property
+    def timing(self) -> StepTiming:
+        return StepTiming(**self.model_dump())
 
 
 class WiderSteps(_Section):
@@ -68,6 +75,10 @@ class KV(_Section):
             state_bytes=self.state_bytes,
         )
 
+    def pool_cache(self, block_size: int) -> CacheShape:
+        """Return the bytes that a replica's pool holds."""
+        return replace(self.wire_cache(block_size), token_bytes=self.bytes_per_token)
+
     def pool_sizes(self, kv_tokens: int, *, block_size: int, max_batch_tokens: int) -> PoolSizes:
         """Return the sizes of a pool of `kv_tokens`, with its share of window tokens and states.
 
@@ -86,12 +97,17 @@ class LinkProfile(_Section):
 
 
 class Drafts(_Section):
-    """Speculative decoding of decode replicas; see planner.simulator.drafts.DraftRates."""
+    """Speculative decoding of decode replicas: acceptance rates and costs of a draft method."""
 
-    accepted: Annotated[list[Share], Field(min_length=1, max_length=64)]
-    guessed: Share = 1.0
-    ask_s: NotNegative = 0.0
-    ask_place_s: NotNegative = 0.0
+    # By draft position: probability of acceptance if all earlier tokens are accepted.
+    accepted: Annotated[list[Share], Field(min_length=1, max_length=MAX_DRAFT_TOKENS)]
+    guessed: Share = 1.0  # share of a row's steps that have a proposal
+    ask_s: NotNegative = 0.0  # fixed cost of a proposer call per step; 0 for lookup methods
+    ask_place_s: NotNegative = 0.0  # cost per draft position, usually one pass of a smaller model
+
+    @property
+    def is_computed(self) -> bool:
+        return bool(self.ask_s or self.ask_place_s)
 
 
 class Profile(_Section):
@@ -112,36 +128,57 @@ class Profile(_Section):
     host_bytes_per_s: Positive  # between a replica's device and its host memory
     usd_per_hour: Positive  # per replica
 
-    @property
-    def timing(self) -> StepTiming:
-        return self.timing_of(1)
-
-    @property
-    def decode_timing(self) -> StepTiming:
-        return self.decode_timing_of(1)
-
-    def timing_of(self, width: int) -> StepTiming:
+    def timing(self, width: int = 1) -> StepTiming:
         """Return the step timing of a replica with `width` times the profile's threads."""
-        return StepTiming(**(self.steps if width == 1 else self._wider(width).steps).model_dump())
+        return (self._wider(width).steps if width > 1 else self.steps).timing
 
-    def decode_timing_of(self, width: int) -> StepTiming:
+    def decode_timing(self, width: int = 1) -> StepTiming:
         """Return the timing of decode-only steps."""
-        usual = self.decode_steps or self.steps
-        return StepTiming(**(usual if width == 1 else self._wider(width).decode_steps).model_dump())
+        return (self._wider(width).decode_steps if width > 1 else self.decode_steps or self.steps).timing
 
     def _wider(self, width: int) -> WiderSteps:
         return next(wider for wider in self.wider if wider.width == width)
 
-    @property
-    def draft_rates(self) -> DraftRates | None:
-        if self.drafts is None:
-            return None
-        return DraftRates(**{**self.drafts.model_dump(), "accepted": tuple(self.drafts.accepted)})
+
+@dataclass(frozen=True, kw_only=True)
+class FleetSetup:
+    """Simulated deployment. With num_prefill = 0 each decode replica computes its prompts itself."""
+
+    num_prefill: int
+    num_decode: int
+    policy: str = "cost"
+    block_size: int
+    kv_tokens: int  # per replica
+    host_tokens: int = 0  # per replica
+    prefill_width: int = 1  # multiple of the compute threads of the profile's replica
+    decode_width: int = 1
+    prefix_fetches: bool = False
+    eviction: str = "reuse_value"  # as kv.eviction
+    prefill_batch_tokens: int = 8192
+    decode_batch_tokens: int = 2048
+    max_running: int = 256
+    max_local_tokens: int = 16  # as router.max_local_prefill
+    checkpoint_tokens: int = 128  # as kv.checkpoint_tokens
+    waits_in_router: bool = False  # requests queue in the router until replicas have room, as in the live router
+
+    @classmethod
+    def of(cls, spec: Spec, **more: Any) -> FleetSetup:
+        """Return the setup of a spec, with the fields that it does not determine."""
+        fields = {
+            "num_prefill": spec.prefill.replicas,
+            "num_decode": spec.decode.replicas,
+            "prefill_batch_tokens": spec.prefill.max_batch_tokens,
+            "decode_batch_tokens": spec.decode.max_batch_tokens,
+            "max_running": spec.decode.max_running,
+            "max_local_tokens": spec.router.max_local_prefill,
+            "checkpoint_tokens": spec.kv.checkpoint_tokens,
+        }
+        return cls(**(fields | more))
 
 
 def load_profile(name: str) -> Profile:
     """Load a profile from a .json path, or a shipped one by name. Raises SpecError."""
-    path = Path(name) if name.endswith(".json") else _shipped(name)
+    path = Path(name) if name.endswith(".json") else _SHIPPED / f"{name}.json"
     try:
         return Profile.model_validate_json(path.read_bytes())
     except OSError as error:
@@ -152,8 +189,4 @@ def load_profile(name: str) -> Profile:
 
 
 def shipped_profiles() -> list[str]:
-    return sorted(path.stem for path in Path(__file__).parent.glob("*.json"))
-
-
-def _shipped(name: str) -> Path:
-    return Path(__file__).parent / f"{name}.json"
+    return sorted(path.stem for path in _SHIPPED.glob("*.json"))

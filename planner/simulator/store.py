@@ -7,18 +7,20 @@ freed.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from core.index.prefix_index import Depths, PrefixIndex
-from core.model.kv_memory import CacheShape, PoolSizes
-from core.types.prefix_hash import checkpoint_hash, expected_hashes
+from core.model.kv_memory import CacheShape
+from core.types.prefix_hash import checkpoint_hash
 from engine.kv.block_allocator import BlockAllocator
 from engine.kv.block_manager import BlockManager
 from engine.kv.eviction import make_eviction
 from engine.kv.window_manager import HeldParts, WindowManager
 from engine.scheduler.sequence import Sequence as TokenSequence
-from planner.simulator.clock import Clock
+from planner.simulator.clock import Clock, Cores
+from planner.simulator.profile import FleetSetup, Profile
 
 
 class Indexes:
@@ -40,24 +42,21 @@ class Indexes:
             found = [index.depths(hashes) for index in indexes]
         return found[0], found[-1]
 
-    def expect(self, replica: str, hashes: Sequence[bytes], *, num_tokens: int) -> None:
-        """Treat a prompt's blocks as held by the replica that is to compute it, until `settle`."""
-        self.device.expect(replica, self._expected(hashes, num_tokens))
-
-    def settle(self, replica: str, hashes: Sequence[bytes], *, num_tokens: int) -> None:
-        """Withdraw `expect`."""
-        self.device.settle(replica, self._expected(hashes, num_tokens))
-
     def drop(self, replica: str) -> None:
         """Forget all blocks of a replica."""
         self.device.drop(replica)
         self.stored.drop(replica)
 
-    def _expected(self, hashes: Sequence[bytes], num_tokens: int) -> Sequence[bytes]:
-        cache = self._cache
-        return expected_hashes(
-            hashes, num_tokens=num_tokens, block_size=cache.block_size, num_checkpoints=cache.num_checkpoints
-        )
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """Surroundings that all replicas of a simulated cluster share."""
+
+    setup: FleetSetup
+    profile: Profile
+    clock: Clock
+    cores: Cores
+    indexes: Indexes
 
 
 @dataclass
@@ -71,52 +70,44 @@ class Held:
 class Store:
     """Block store of one replica, which publishes its changes to the router's indexes."""
 
-    def __init__(
-        self,
-        replica: str,
-        clock: Clock,
-        *,
-        cache: CacheShape,
-        sizes: PoolSizes,
-        max_batch_tokens: int,
-        checkpoint_tokens: int,
-        num_host_blocks: int,
-        eviction: str,
-        indexes: Indexes,
-    ) -> None:
-        """cache: bytes in the pool. max_batch_tokens: of a step. checkpoint_tokens: as kv.checkpoint_tokens."""
+    def __init__(self, replica: str, site: Site, *, max_batch_tokens: int) -> None:
+        """max_batch_tokens: of a step."""
         self.replica = replica
-        self.blocks = BlockManager(
-            sizes.num_blocks,
-            make_eviction(eviction, num_blocks=sizes.num_blocks, clock=lambda: clock.now),
-            num_states=sizes.num_states,
-            windows=_windows(cache, sizes, max_batch_tokens),
-        )
+        setup, kv, clock = site.setup, site.profile.kv, site.clock
+        size, num_host_blocks = setup.block_size, setup.host_tokens // setup.block_size
+        sizes = kv.pool_sizes(setup.kv_tokens, block_size=size, max_batch_tokens=max_batch_tokens)
+        windows = None
+        if sizes.num_window_parts is not None:
+            windows = WindowManager(
+                sizes.num_window_parts,
+                num_blocks=sizes.num_blocks,
+                window=kv.window,
+                block_size=size,
+                max_batch_tokens=max_batch_tokens,
+            )
+        self._eviction = make_eviction(setup.eviction, num_blocks=sizes.num_blocks, clock=lambda: clock.now)
+        self.blocks = BlockManager(sizes.num_blocks, self._eviction, num_states=sizes.num_states, windows=windows)
         self.host: BlockAllocator | None = None
         if num_host_blocks:
-            host_eviction = make_eviction(eviction, num_blocks=num_host_blocks, clock=lambda: clock.now)
+            host_eviction = make_eviction(setup.eviction, num_blocks=num_host_blocks, clock=lambda: clock.now)
             self.host = BlockAllocator(num_host_blocks, host_eviction)
-        self._indexes = indexes
-        self._pieces = range(cache.num_pieces)  # of a state in the host tier
+        self._indexes = site.indexes
+        self._pieces = range(kv.pool_cache(size).num_pieces)  # of a state in the host tier
         self._evicted_states: list[bytes] = []
         self._checkpoints: set[bytes] = set()  # on the device; as the indexes list them
         if states := self.blocks.states:
-            states.checkpoint_every(checkpoint_tokens, block_size=cache.block_size)
+            states.checkpoint_every(setup.checkpoint_tokens, block_size=size)
             states.on_evict = lambda index, prefix_hash: self._evicted_states.append(prefix_hash)
-
-    def max_running(self, configured: int) -> int:
-        """Return the sequences that the replica runs at once: each needs a state slot if the model has states."""
-        return min(configured, self.blocks.states.num_slots) if self.blocks.states else configured
 
     def publish(self) -> None:
         """Update the indexes with the changes since the last call, and move what was evicted to the host."""
-        changes, evicted = self.blocks.take_changes(), self._evicted_states
-        evicted_blocks = [prefix_hash for prefix_hash, is_held in changes.items() if not is_held]
-        checkpoints = {checkpoint_hash(one): is_held for one, is_held in self.blocks.take_checkpoint_changes().items()}
-        for one, is_held in checkpoints.items():
-            (self._checkpoints.add if is_held else self._checkpoints.discard)(one)
+        changes, evicted_states = self.blocks.take_changes(), self._evicted_states
+        evicted = [prefix_hash for prefix_hash, is_held in changes.items() if not is_held]
+        evicted += [piece for prefix_hash in evicted_states for piece in self._pieces_of(prefix_hash)]
         self._evicted_states = []
-        changes |= checkpoints
+        for prefix_hash, is_held in self.blocks.take_checkpoint_changes().items():
+            changes[checkpoint := checkpoint_hash(prefix_hash)] = is_held
+            (self._checkpoints.add if is_held else self._checkpoints.discard)(checkpoint)
         if not changes:
             return
         added = [prefix_hash for prefix_hash, is_held in changes.items() if is_held]
@@ -125,9 +116,10 @@ class Store:
         self._indexes.device.remove(self.replica, removed)
         if self.host is None:
             return
-        for prefix_hash in (*evicted_blocks, *(piece for one in evicted for piece in self._pieces_of(one))):
-            if prefix_hash not in self.host:
-                self._keep(self.host, prefix_hash)
+        for prefix_hash in evicted:
+            if prefix_hash not in self.host and (taken := self.host.allocate([], 1)):
+                self.host.fill_block(taken[0][0], prefix_hash)
+                self.host.free(taken[0])
         lost = [prefix_hash for prefix_hash, is_held in self.host.take_changes().items() if not is_held]
         self._indexes.stored.store(self.replica, added)
         tiers = (self.blocks, self._checkpoints, self.host)
@@ -146,17 +138,30 @@ class Store:
             depth -= 1
         return depth
 
-    def restore(self, hashes: Sequence[bytes]) -> list[int] | None:
-        """Hold blocks, whose content has arrived, on the device. Return their ids, or None if there is no room.
+    def restore(self, hashes: Sequence[bytes]) -> list[int]:
+        """Hold blocks, whose content has arrived, on the device. Return their ids; empty if there is no room.
 
-        The state behind them becomes a checkpoint. The parts that the next query sees stay cached.
+        The state behind them becomes a checkpoint. The parts that the next query sees stay cached, if all fit.
         """
         if self.host:
             # Mark those in the host as used.
-            taken = self.host.allocate(hashes, self.host.match(hashes))
-            self.host.free(taken[0] if taken else [])
-        blocks = self.blocks.restore(hashes)
-        if blocks and (states := self.blocks.states) and hashes[-1] not in states and states.num_available:
+            found = self.host.allocate(hashes, self.host.match(hashes))
+            self.host.free(found[0] if found else [])
+        is_new = [prefix_hash not in self.blocks for prefix_hash in hashes]
+        taken = self.blocks.allocate(hashes, len(hashes), to_load=())
+        if not hashes or taken is None:
+            return []
+        blocks, windows, states = taken[0], self.blocks.windows, self.blocks.states
+        parts = [blocks[place] for place in windows.seen_from(len(hashes)) if is_new[place]] if windows else []
+        if windows:
+            parts = parts if len(parts) <= windows.num_available else []
+            windows.attach(parts)
+        for place in itertools.compress(range(len(hashes)), is_new):
+            self._eviction.restored(hashes[place])
+            self.blocks.fill_block(blocks[place], hashes[place])
+        if windows:
+            windows.drop(parts)
+        if states and hashes[-1] not in states and states.num_available:
             states.fill_slot(states.take(), hashes[-1])
         return blocks
 
@@ -185,20 +190,3 @@ class Store:
         if self.blocks.states and prefix_hash in self.blocks.states:
             return True
         return self.host is not None and all(piece in self.host for piece in self._pieces_of(prefix_hash))
-
-    def _keep(self, host: BlockAllocator, prefix_hash: bytes) -> None:
-        if taken := host.allocate([], 1):
-            host.fill_block(taken[0][0], prefix_hash)
-            host.free(taken[0])
-
-
-def _windows(cache: CacheShape, sizes: PoolSizes, max_batch_tokens: int) -> WindowManager | None:
-    if sizes.num_window_parts is None:
-        return None
-    return WindowManager(
-        sizes.num_window_parts,
-        num_blocks=sizes.num_blocks,
-        window=cache.window,
-        block_size=cache.block_size,
-        max_batch_tokens=max_batch_tokens,
-    )

@@ -96,7 +96,7 @@ async def test_a_load_is_measured_through_both_doors_and_explained(
     router = ["--endpoint", http, "--admin", admin]
     live = ["profile", "--live", *router, "--model", str(model), "--dtype", "float32", "-o", str(path)]
     assert await asyncio.to_thread(run, live) == 0
-    assert load_profile(str(path)).timing.prefill_s(64, after=0, chunk=512) > 0
+    assert load_profile(str(path)).timing().prefill_s(64, after=0, chunk=512) > 0
     capsys.readouterr()
 
     assert await asyncio.to_thread(run, ["generate", "<5>", "--max-tokens", "3", "--endpoint", grpc, "--json"]) == 0

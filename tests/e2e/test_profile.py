@@ -23,7 +23,7 @@ def test_a_profile_of_this_machine_can_be_simulated(
     profile = load_profile(str(path))
     assert (profile.name, profile.origin, len(profile.slowdown)) == ("here", "measured", 2)
     assert profile.slowdown[0] == 1.0 and profile.decode_steps and profile.link.bytes_per_s > 0
-    steps = profile.timing
+    steps = profile.timing()
     assert steps.prefill_s(1536, after=0, chunk=2048) > steps.prefill_s(32, after=0, chunk=2048) > 0
 
     trace = tmp_path / "trace.jsonl"

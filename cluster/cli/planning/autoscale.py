@@ -115,7 +115,7 @@ def replay(
     Shows its decisions and the resulting goodput and latencies.
     """
     from core.spec.loader import load_spec
-    from planner.autoscaler.backtest import replay_trace, rules_of
+    from planner.autoscaler.replay import replay_trace, rules_of
 
     of = load_spec(spec)
     changes = {

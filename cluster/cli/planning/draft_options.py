@@ -47,13 +47,14 @@ def draft_lines(profile: Profile, *, context: int) -> list[dict[str, Any]]:
 
     Raises SpecError.
     """
-    from planner.simulator.draft_table import best_of, draft_table
+    from planner.simulator.drafts import draft_table
 
-    if (rates := profile.draft_rates) is None:
+    if (drafts := profile.drafts) is None:
         raise SpecError("give acceptance rates with --drafts, or a --profile that has them")
     lines = []
-    for rows, table in draft_table(profile.decode_timing, rates, num_rows=_ROWS, context=context).items():
-        plain, best, longest = table[0], best_of(table), table[-1]
+    for rows in _ROWS:
+        table = draft_table(profile.decode_timing(), drafts, rows, context=context)
+        plain, best, longest = table[0], max(table, key=lambda line: line.tokens_per_s), table[-1]
         lines.append(
             {
                 "rows": rows,

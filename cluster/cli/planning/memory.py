@@ -184,7 +184,7 @@ def _format_plan(
     """
     size = _weight_bytes(config, _WEIGHT_BITS[weights])
     room = memory_bytes * _USABLE - size
-    timing, known = profile.decode_timing, profile.weight_bytes
+    timing, known = profile.decode_timing(), profile.weight_bytes
 
     def tokens_s(sequences: int) -> float | None:
         if known is None:

@@ -13,14 +13,13 @@ from cluster.cli.console import columns, say
 from cluster.cli.options import AsJson, HostTokens, MaxRequests, Name, ProfileName, Speedup
 from cluster.cli.planning.draft_options import DraftPass, DraftsOption, draft_lines, lines_table
 from cluster.cli.planning.memory import formats_report, memory_report, memory_table
-from cluster.cli.planning.simulate import open_profile, pools_of, running_deployment, times_note
+from cluster.cli.planning.simulate import open_profile, running_deployment, times_note
 from core.trace.trace import read_trace
 from core.types.errors import SpecError
 
 if TYPE_CHECKING:
     from core.spec.schema import Spec
-    from planner.simulator.candidate import Candidate
-    from planner.simulator.plan import CapacityPlan
+    from planner.simulator.plan import Candidate, CapacityPlan
 
 _NO_SPEC = "1P1D"
 
@@ -88,8 +87,9 @@ def plan(
     if trace is None:
         raise SpecError("give --trace, --memory, --formats or --speculation")
     from core.spec.loader import load_spec
-    from planner.simulator.fleet_setup import FleetSetup
-    from planner.simulator.plan import make_plan
+    from core.trace.traffic import Slo
+    from planner.simulator.plan import draw_frontier, make_plan
+    from planner.simulator.profile import FleetSetup
 
     running = running_deployment(name) if name is not None or not (spec or profile) else None
     source = spec or (running[0] if running else _NO_SPEC)
@@ -98,9 +98,8 @@ def plan(
     given = load_spec(source, overrides=overrides)
     if times.kv.pool_tokens < given.kv.block_size:
         raise SpecError(f"--block-size {given.kv.block_size}: a replica's KV pool has {times.kv.pool_tokens} tokens")
-    setup = FleetSetup(
-        **pools_of(given),
-        policy="cost",
+    setup = FleetSetup.of(
+        given,
         block_size=given.kv.block_size,
         kv_tokens=times.kv.pool_tokens,
         host_tokens=host_tokens,
@@ -110,16 +109,13 @@ def plan(
         setup,
         times,
         read_trace(trace, speedup=speedup, max_requests=max_requests),
-        slo_ttft_s=slo_ttft_ms / 1e3,
-        slo_itl_s=slo_itl_ms / 1e3,
+        slo=Slo.of_ms(slo_ttft_ms, slo_itl_ms),
         good_share=good,
         max_replicas=max_replicas,
         tried=lambda c: say(f"{_name(c)}: {c.good_share:.1%} within the SLO"),
     )
     if plot:
-        from planner.simulator.plot import plot as draw
-
-        draw(found, plot, good_share=good)
+        draw_frontier(found, plot, good_share=good)
     if output and found.best:
         text = _as_spec(source, overrides, given, found.best, threads=times.threads)
         output.write_text(text, encoding="utf-8")

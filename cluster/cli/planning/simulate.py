@@ -16,7 +16,6 @@ from core.trace.trace import read_trace
 from core.types.errors import ClusterError, NotDeployed, SpecError
 
 if TYPE_CHECKING:
-    from core.spec.schema import Spec
     from planner.simulator.profile import Profile
 
 
@@ -50,7 +49,8 @@ def simulate(
     the rates are those that the replicas of the running deployment have learned.
     """
     from core.spec.loader import load_spec
-    from planner.simulator.fleet_setup import FleetSetup
+    from core.trace.traffic import Slo
+    from planner.simulator.profile import FleetSetup
     from planner.simulator.run import simulate as run
 
     spec = load_spec(topology)
@@ -61,8 +61,8 @@ def simulate(
     kv_tokens = kv_tokens_per_replica or times.kv.pool_tokens
     if kv_tokens < block_size:
         raise SpecError(f"--kv-tokens-per-replica {kv_tokens}: smaller than a block of {block_size} tokens")
-    setup = FleetSetup(
-        **pools_of(spec),
+    setup = FleetSetup.of(
+        spec,
         policy=policy,
         block_size=block_size,
         kv_tokens=kv_tokens,
@@ -71,8 +71,8 @@ def simulate(
         eviction=eviction,
     )
     requests = read_trace(trace, speedup=speedup, scale=scale_tokens, max_requests=max_requests)
-    slo = {"slo_ttft_s": slo_ttft_ms and slo_ttft_ms / 1e3, "slo_itl_s": slo_itl_ms and slo_itl_ms / 1e3}
-    report = {"profile": times.name, "profile_origin": times.origin} | run(setup, times, requests, **slo)
+    found = run(setup, times, requests, Slo.of_ms(slo_ttft_ms, slo_itl_ms))
+    report = {"profile": times.name, "profile_origin": times.origin} | found
     print(json.dumps(report, indent=1) if as_json else _table(report))
 
 
@@ -107,7 +107,7 @@ def running_deployment(name: str | None) -> tuple[dict[str, Any], Profile] | Non
     from core.process.ports import is_chosen
     from core.spec.schema import AutoscaleSpec, Spec
     from core.trace.traffic import ReplicaReport
-    from planner.autoscaler.live_fleets import fleets_of
+    from planner.autoscaler.live import fleets_of
 
     spec = Spec.model_validate(ask(controller, "status")["spec"])
     replicas = [ReplicaReport.of(tree) for tree in ask(controller, "autoscaling")["replicas"]]
@@ -121,19 +121,6 @@ def running_deployment(name: str | None) -> tuple[dict[str, Any], Profile] | Non
     if spec.router.admin_port and is_chosen(spec.router.admin_port):
         del tree["router"]["admin_port"]
     return tree, profile.model_copy(update={"name": state.name})
-
-
-def pools_of(spec: Spec) -> dict[str, Any]:
-    """Return the FleetSetup fields that a spec determines."""
-    return {
-        "num_prefill": spec.prefill.replicas,
-        "num_decode": spec.decode.replicas,
-        "prefill_batch_tokens": spec.prefill.max_batch_tokens,
-        "decode_batch_tokens": spec.decode.max_batch_tokens,
-        "max_running": spec.decode.max_running,
-        "max_local_tokens": spec.router.max_local_prefill,
-        "checkpoint_tokens": spec.kv.checkpoint_tokens,
-    }
 
 
 def _table(report: dict[str, Any]) -> str:

@@ -18,7 +18,7 @@ from cluster.rollout.update import Update
 from core.spec.schema import AutoscaleSpec
 from core.types.request import Role
 from planner.autoscaler.decide import AutoscaleState
-from planner.autoscaler.live_observation import LiveObservation
+from planner.autoscaler.observation import LiveObservation
 from planner.autoscaler.pool_sizes import PoolSizes
 from planner.autoscaler.scaling_decision import Prediction, ScalingDecision
 from tests.cluster.deployments import make_desired

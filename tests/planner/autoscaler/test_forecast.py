@@ -8,8 +8,9 @@ from statistics import fmean
 import pytest
 
 from core.trace.traffic import SeenRequest
-from planner.autoscaler.answer_lengths import answer_lengths
-from planner.autoscaler.forecast import begin_of_the_same, forecast_load, holt, upcoming
+from planner.autoscaler.forecast import answer_lengths, begin_of_the_same, forecast_load, holt, upcoming
+
+_ITL_S = 0.05
 
 
 def _requests(arrivals: list[float], *, num_tokens: int = 640, num_output: int | None = 50) -> list[SeenRequest]:
@@ -43,14 +44,6 @@ def test_a_doubled_rate_is_detected_within_a_minute_and_bounded() -> None:
     assert 2.8 < found.rate <= 4.0
 
 
-def test_running_answers_are_predicted_from_similar_prompts() -> None:
-    short = _requests([0.0] * 5, num_tokens=100, num_output=400)
-    long = _requests([1.0] * 5, num_tokens=9000, num_output=20)
-    last = [*_requests([2.0], num_tokens=110, num_output=None), *_requests([2.0], num_tokens=8500, num_output=None)]
-    assert answer_lengths([*short, *long, *last], now_s=100.0)[-2:] == [400, 20]
-    assert answer_lengths(_requests([0.0], num_output=None), now_s=1.0) == [1]
-
-
 def test_replayed_trace_matches_the_forecast_and_keeps_prefixes() -> None:
     requests = _requests([i * 0.5 for i in range(200)] + [100 + i * 0.25 for i in range(320)])
     answers = [50] * len(requests)
@@ -80,3 +73,44 @@ def test_replay_window_ends_where_the_traffic_changes() -> None:
     quicker = [*some(0, 150, 1.0, 800), *some(150, 180, 6.0, 800)]
     assert quicker[begin_of_the_same(quicker, now_s=180.0)].arrival_s >= 149.0
     assert begin_of_the_same(some(0, 180, 0.05, 800), now_s=180.0) == 0
+
+
+def _asked(count: int, *, at: float, num_tokens: int = 100, num_output: int | None = None) -> list[SeenRequest]:
+    return [
+        SeenRequest(
+            arrival_s=at,
+            num_tokens=num_tokens,
+            ids=None,
+            num_output=num_output,
+            ttft_s=0.1,
+            itl_s=None if num_output is None else _ITL_S,
+        )
+        for _ in range(count)
+    ]
+
+
+def test_short_answers_that_end_first_do_not_bias_the_estimate() -> None:
+    """Answers have become long: two short ones have ended, and twenty running ones have 200 tokens each."""
+    ended, running, waiting = _asked(2, at=0.0, num_output=30), _asked(20, at=90.0), _asked(1, at=100.0)
+    waiting[0].ttft_s = None
+    lengths = answer_lengths([*ended, *running, *waiting], now_s=100.1)
+    assert lengths[:2] == [30, 30]
+    assert all(length >= 400 for length in lengths[2:22])  # without longer answers to learn from: as much again
+    assert lengths[22] >= 300  # and not 30, the mean of the finished ones
+
+
+def test_longer_progress_raises_the_expected_length() -> None:
+    ended = [*_asked(10, at=0.0, num_output=100), *_asked(10, at=1.0, num_output=300)]
+    [far] = _asked(1, at=100.0 - 200 * _ITL_S)
+    [near] = _asked(1, at=100.0 - 20 * _ITL_S)
+    assert answer_lengths([*ended, far, near], now_s=100.1)[-2] in range(290, 311)
+    assert answer_lengths([*ended, near], now_s=100.1)[-1] in range(190, 211)
+
+
+def test_lengths_are_estimated_per_prompt_length_class() -> None:
+    seen = [*_asked(10, at=0.0, num_output=400), *_asked(10, at=0.0, num_tokens=9000, num_output=20)]
+    waiting = [*_asked(1, at=10.0), *_asked(1, at=10.0, num_tokens=9000)]
+    for one in waiting:
+        one.ttft_s = None
+    assert answer_lengths([*seen, *waiting], now_s=10.0)[-2:] == [400, 20]
+    assert answer_lengths(waiting[:1], now_s=11.0) == [1]

@@ -18,7 +18,7 @@ def test_moves_lead_between_sizes_and_prefer_switches(before: PoolSizes, after: 
     assert PoolSizes(prefill, decode) == after
     assert min(vars(moves).values()) >= 0
     if has_switch and sum(before) == sum(after):
-        assert moves.num_starts == 0
+        assert moves.start_prefill == moves.start_decode == 0
     if not has_switch:
         assert moves.num_switches == 0
 

@@ -9,17 +9,18 @@ import pytest
 
 from core.spec.schema import AutoscaleSpec, PoolBounds
 from core.trace.trace import TraceRequest
+from core.trace.traffic import Slo
 from planner.autoscaler.decide import Autoscaler
-from planner.autoscaler.pool_sizes import PoolSizes, ScaleLimits
-from planner.autoscaler.replay import ReplayPrice, ScaledReplay
+from planner.autoscaler.pool_sizes import PoolSizes
+from planner.autoscaler.replay import ScaledReplay
 from planner.autoscaler.simulated_outlook import Fleets
-from planner.simulator.fleet_setup import FleetSetup
-from planner.simulator.profile import load_profile
+from planner.simulator.profile import FleetSetup, load_profile
 from planner.simulator.run import simulate
 
 _PROFILE = load_profile("a100x8-llama-3.1-405b")
-_SETUP = FleetSetup(num_prefill=1, num_decode=1, policy="cost", block_size=64, kv_tokens=65_536, prefix_fetches=True)
-_FLEETS = Fleets(setup=_SETUP, profile=_PROFILE, slo_ttft_s=10.0, slo_itl_s=0.045)
+_SETUP = FleetSetup(num_prefill=1, num_decode=1, block_size=64, kv_tokens=65_536, prefix_fetches=True)
+_SLO = Slo(10.0, 0.045)
+_FLEETS = Fleets(setup=_SETUP, profile=_PROFILE, slo=_SLO)
 
 
 def _requests(begin_s: float, end_s: float, *, every_s: float, num_tokens: int, num_output: int) -> list[TraceRequest]:
@@ -54,10 +55,8 @@ def _replay(trace: list[TraceRequest], begin: PoolSizes, **more: Any) -> tuple[S
         interval_s=20,
         **more,
     )
-    autoscaler = Autoscaler(spec, ScaleLimits.of(spec, devices=PoolSizes(1, 1)))
-    replay = ScaledReplay(
-        _FLEETS, _in_order(trace), autoscaler, begin=begin, price=ReplayPrice(start_s=20.0, switch_s=2.0)
-    )
+    autoscaler = Autoscaler(spec, devices=PoolSizes(1, 1))
+    replay = ScaledReplay(_FLEETS, _in_order(trace), autoscaler, begin=begin, start_s=20.0, switch_s=2.0)
     return replay, replay.run()
 
 
@@ -67,7 +66,7 @@ def test_pools_follow_shifting_traffic_and_every_request_ends() -> None:
     assert found["completed"] == len(trace)
     assert replay.decisions[0].after == PoolSizes(3, 1) and replay.decisions[-1].after.decode >= 2
     assert any(decision.moves.to_decode for decision in replay.decisions)
-    fixed = simulate(replace(_SETUP, num_prefill=3), _PROFILE, _in_order(trace), slo_ttft_s=10.0, slo_itl_s=0.045)
+    fixed = simulate(replace(_SETUP, num_prefill=3), _PROFILE, _in_order(trace), _SLO)
     assert found["good_share"] > 1.3 * fixed["good_share"]
 
 

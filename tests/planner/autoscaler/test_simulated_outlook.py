@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from core.trace.traffic import SeenRequest
+from core.trace.traffic import SeenRequest, Slo
 from planner.autoscaler.pool_sizes import PoolSizes
 from planner.autoscaler.simulated_outlook import Fleets, SimulatedOutlook
-from planner.simulator.fleet_setup import FleetSetup
-from planner.simulator.profile import load_profile
+from planner.simulator.profile import FleetSetup, load_profile
 
 _SETUP = FleetSetup(
     num_prefill=1,
     num_decode=1,
-    policy="cost",
     block_size=64,
     kv_tokens=65_536,
     prefix_fetches=True,
     waits_in_router=True,
 )
-_FLEETS = Fleets(setup=_SETUP, profile=load_profile("a100x8-llama-3.1-405b"), slo_ttft_s=22.0, slo_itl_s=0.045)
+_FLEETS = Fleets(setup=_SETUP, profile=load_profile("a100x8-llama-3.1-405b"), slo=Slo(22.0, 0.045))
 _NOW_S = 180.0
 
 
@@ -30,7 +28,7 @@ def _outlook(*, num_tokens: int, every_s: float, num_waiting: int = 0) -> Simula
     ]
     for request in requests[count - num_waiting :]:
         request.num_output = request.ttft_s = request.itl_s = None
-    found = SimulatedOutlook.of(_FLEETS, requests, now_s=_NOW_S, window_s=180.0, ahead_s=60.0)
+    found = SimulatedOutlook.of(_FLEETS, requests, now_s=_NOW_S, ahead_s=60.0)
     assert found
     return found
 
@@ -63,7 +61,7 @@ def test_an_ended_burst_is_not_prolonged() -> None:
         SeenRequest(arrival_s=10.0 + i, num_tokens=6000, ids=None, num_output=5, ttft_s=4.0, itl_s=0.035)
         for i in range(12)
     ]
-    outlook = SimulatedOutlook.of(_FLEETS, requests, now_s=111.0, window_s=180.0, ahead_s=60.0)
+    outlook = SimulatedOutlook.of(_FLEETS, requests, now_s=111.0, ahead_s=60.0)
     assert outlook
     now = outlook.predict(PoolSizes(1, 1))
     assert now.num == 12 and now.expected_share == now.good_share > 0.5

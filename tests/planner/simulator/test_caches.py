@@ -9,17 +9,13 @@ import pytest
 
 from core.trace.trace import TraceRequest
 from core.types.request import Role
-from planner.simulator.clock import Clock
 from planner.simulator.fleet import Fleet
-from planner.simulator.fleet_setup import FleetSetup
 from planner.simulator.prefix_hashes import PrefixHashes
-from planner.simulator.profile import KV, Profile, load_profile
-from planner.simulator.report import Report
-from planner.simulator.run import feed, simulate
-from planner.simulator.store import Indexes, Store
+from planner.simulator.profile import FleetSetup, Profile, load_profile
+from planner.simulator.run import simulate
 
 _PLAIN = load_profile("h100-llama-3.1-8b")
-_SETUP = FleetSetup(num_prefill=1, num_decode=1, policy="cost", block_size=64, kv_tokens=65_536, prefix_fetches=True)
+_SETUP = FleetSetup(num_prefill=1, num_decode=1, block_size=64, kv_tokens=65_536, prefix_fetches=True)
 
 
 def _profile(**kv: int) -> Profile:
@@ -71,10 +67,8 @@ def test_layers_with_a_window_keep_whole_contexts_beside_lower_tiers() -> None:
 
 @pytest.mark.parametrize("profile", [_STATES, _WINDOWS], ids=["states", "windows"])
 def test_an_answer_simulated_in_leaps_keeps_what_single_steps_would(profile: Profile) -> None:
-    clock, report = Clock(), Report()
-    fleet = Fleet(replace(_SETUP, num_prefill=0), profile, PrefixHashes(64), clock, report)
-    feed(clock, fleet.arrive, [_ask(0, None, 1000, 700)])
-    clock.run()
+    fleet = Fleet(replace(_SETUP, num_prefill=0), profile, PrefixHashes(64))
+    fleet.run([_ask(0, None, 1000, 700)])
     blocks = fleet.decodes["decode-0"].store.blocks
     if states := blocks.states:
         # Behind the prompt's last full block, and behind the last 128 tokens of the answer.
@@ -87,27 +81,16 @@ def test_replicas_run_as_many_sequences_as_they_have_states() -> None:
     setup = replace(_SETUP, num_prefill=0)
     trace = [replace(_ask(i, None, 100, 200), arrival_s=0.0) for i in range(12)]
     four = _profile(state_bytes=300_000, pool_states=4)
-    fleet = Fleet(setup, four, PrefixHashes(64), Clock(), Report())
-    assert fleet.decodes["decode-0"].store.max_running(256) == 4
+    assert Fleet(setup, four, PrefixHashes(64)).decodes["decode-0"].max_running == 4
     few = simulate(setup, four, trace)
     assert few["completed"] == 12 and few["duration_s"] > 2.5 * simulate(setup, _STATES, trace)["duration_s"]
 
 
-@pytest.mark.parametrize("kv", [_STATES.kv, _WINDOWS.kv], ids=["states", "windows"])
-def test_a_fetched_prefix_is_reusable(kv: KV) -> None:
-    store = Store(
-        "prefill-0",
-        Clock(),
-        cache=kv.wire_cache(64),
-        sizes=kv.pool_sizes(16_384, block_size=64, max_batch_tokens=512),
-        max_batch_tokens=512,
-        checkpoint_tokens=128,
-        num_host_blocks=0,
-        eviction="lru",
-        indexes=Indexes(cache=kv.wire_cache(64), has_host=False),
-    )
+@pytest.mark.parametrize("profile", [_STATES, _WINDOWS], ids=["states", "windows"])
+def test_a_fetched_prefix_is_reusable(profile: Profile) -> None:
+    store = Fleet(_SETUP, profile, PrefixHashes(64)).prefills["prefill-0"].store
     hashes = [bytes([i]) * 16 for i in range(20)]
-    store.blocks.free(store.restore(hashes) or [])
+    store.blocks.free(store.restore(hashes))
     assert store.num_fetchable(hashes) == store.blocks.match_reusable(hashes) == 20
     store.blocks.check_integrity()
 
@@ -121,15 +104,13 @@ def test_nothing_is_lost_when_pools_are_full_and_replicas_leave(profile: Profile
     setup = replace(
         _SETUP, num_prefill=2, num_decode=3, kv_tokens=16_384, host_tokens=host_tokens, prefill_batch_tokens=1024
     )
-    clock, report = Clock(), Report()
-    fleet = Fleet(setup, profile, PrefixHashes(64), clock, report)
+    fleet = Fleet(setup, profile, PrefixHashes(64))
     replicas = [*fleet.prefills.values(), *fleet.decodes.values()]
-    feed(clock, fleet.arrive, trace)
     for role in (Role.DECODE, Role.PREFILL):
-        clock.at(1.5, lambda role=role: fleet.retire(role, lambda: None))
-    clock.run()
-    assert len(report.flights) == 40 and report.fetched_bytes > 0
-    assert any(flight.num_cached for flight in report.flights)
+        fleet.clock.at(1.5, lambda role=role: fleet.retire(role, lambda: None))
+    fleet.run(trace)
+    assert all(flight.ended_at for flight in fleet.flights) and fleet.fetched_bytes > 0
+    assert any(flight.num_cached for flight in fleet.flights)
     for replica in replicas:
         blocks = replica.store.blocks
         blocks.check_integrity()

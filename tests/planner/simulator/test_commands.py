@@ -213,26 +213,25 @@ def test_plan_memory_refuses_ranks_that_do_not_fit_the_model(
 
 
 @pytest.mark.parametrize(
-    ("options", "error"),
+    ("command", "error"),
     [
-        (["--block-size", "0"], "--block-size"),
-        (["--kv-tokens-per-replica", "10"], "--kv-tokens-per-replica 10: smaller than a block of 64 tokens"),
-        (["--speedup", "nan"], "--speedup nan: must be above 0, and finite"),
-        (["--speedup", "inf"], "--speedup inf: must be above 0, and finite"),
+        ("simulate --block-size 0", "--block-size"),
+        ("simulate --kv-tokens-per-replica 10", "--kv-tokens-per-replica 10: smaller than a block of 64 tokens"),
+        ("simulate --speedup nan", "--speedup nan: must be above 0, and finite"),
+        ("simulate --speedup inf", "--speedup inf: must be above 0, and finite"),
+        ("plan --block-size 0", "--block-size"),
+        ("plan --block-size 99999999", "kv.block_size: input should be"),
+        ("plan --speedup nan", "--speedup nan: must be above 0, and finite"),
     ],
 )
-def test_simulate_reports_a_mistake_in_one_line(
-    trace: str, capsys: pytest.CaptureFixture[str], options: list[str], error: str
+def test_a_mistake_is_reported_in_one_line(
+    trace: str, capsys: pytest.CaptureFixture[str], command: str, error: str
 ) -> None:
-    assert run(["simulate", "--trace", trace, "--topology", "1P1D", *options]) == 2
+    name, *options = command.split()
+    topology = ["--topology", "1P1D"] if name == "simulate" else []
+    assert run([name, "--trace", trace, *topology, *options]) == 2
     said = capsys.readouterr()
     assert said.out == "" and error in said.err and said.err.count("\n") == 1
-
-
-@pytest.mark.parametrize("options", [["--block-size", "0"], ["--block-size", "99999999"], ["--speedup", "nan"]])
-def test_plan_reports_a_mistake_in_one_line(trace: str, capsys: pytest.CaptureFixture[str], options: list[str]) -> None:
-    assert run(["plan", "--trace", trace, *options]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_plan_prints_the_draft_table(trace: str, capsys: pytest.CaptureFixture[str]) -> None:

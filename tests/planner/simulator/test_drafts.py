@@ -15,16 +15,13 @@ from core.rpc.worker_pb2 import Drafted, Status, StepTiming, Totals
 from core.trace.trace import TraceRequest, poisson
 from core.types.errors import ClusterError
 from core.types.request import Role
-from planner.simulator.draft_table import best_of, draft_table
-from planner.simulator.drafts import DraftRates
-from planner.simulator.fleet_setup import FleetSetup
-from planner.simulator.learnt_drafts import by_place, by_yield
-from planner.simulator.profile import Drafts, load_profile
+from planner.simulator.drafts import by_place, by_yield, draft_table
+from planner.simulator.profile import Drafts, FleetSetup, load_profile
 from planner.simulator.run import simulate
 from tests.router.telemetry.test_view import shown_replicas
 
 _PROFILE = load_profile("h100-llama-3.1-8b")
-_SETUP = FleetSetup(num_prefill=1, num_decode=1, policy="cost", block_size=64, kv_tokens=131_072)
+_SETUP = FleetSetup(num_prefill=1, num_decode=1, block_size=64, kv_tokens=131_072)
 _ALONE = poisson(rate=0.2, num_requests=12, num_tokens=500, num_output=200, seed=1)  # hardly ever two at a time
 _CROWD = poisson(rate=200, num_requests=200, num_tokens=100, num_output=50, seed=2)
 _GOOD = [0.9, 0.8, 0.7, 0.6]
@@ -44,9 +41,8 @@ def test_tokens_per_row_match_the_draft_rates(accepted: list[float], guessed: fl
     plain = _run(None, _ALONE)
     assert "drafts" not in plain
     faster = plain["itl_ms"]["mean"] / found["itl_ms"]["mean"]
-    [lines] = draft_table(_PROFILE.decode_timing, _rates(drafts), num_rows=[1], context=600).values()
-    worked_out = best_of(lines)
-    assert faster == pytest.approx(worked_out.tokens_per_s / lines[0].tokens_per_s, rel=0.15)
+    rates = [line.tokens_per_s for line in draft_table(_PROFILE.decode_timing(), drafts, 1, context=600)]
+    assert faster == pytest.approx(max(rates) / rates[0], rel=0.15)
 
 
 def test_rare_proposals_occur_at_the_given_rate() -> None:
@@ -54,12 +50,6 @@ def test_rare_proposals_occur_at_the_given_rate() -> None:
     found = _run(Drafts(accepted=_GOOD, guessed=0.08), _ALONE)
     promised = 0.08 * sum(accumulate(_GOOD, mul))
     assert found["drafts"]["tokens_per_row"] - 1 == pytest.approx(promised, rel=0.25)
-
-
-def _rates(drafts: Drafts) -> DraftRates:
-    rates = _PROFILE.model_copy(update={"drafts": drafts}).draft_rates
-    assert rates
-    return rates
 
 
 @pytest.mark.parametrize(
@@ -79,11 +69,6 @@ def test_a_full_batch_drafts_less() -> None:
     alone, crowd = _run(drafts, _ALONE), _run(drafts, _CROWD, max_running=64)
     per_token = [one["drafts"]["drafted"] / one["output_tokens"] for one in (alone, crowd)]
     assert per_token[1] < 0.8 * per_token[0]
-
-
-def test_a_run_with_drafts_is_reproducible() -> None:
-    first, second = (_run(Drafts(accepted=_GOOD, ask_place_s=0.001), _CROWD) for _ in range(2))
-    assert (first["itl_ms"], first["drafts"]) == (second["itl_ms"], second["drafts"])
 
 
 def test_what_replicas_have_drafted_says_how_good_drafts_are() -> None:

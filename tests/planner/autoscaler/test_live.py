@@ -9,12 +9,11 @@ import pytest
 
 from core.spec.schema import AutoscaleSpec, Spec
 from core.trace.trace import poisson
-from core.trace.traffic import ReplicaReport
+from core.trace.traffic import ReplicaReport, Slo
 from core.types.errors import ClusterError
 from core.types.request import Role
 from core.types.step_timing import StepTiming
-from planner.autoscaler.live_fleets import fleets_of, saturation_of
-from planner.autoscaler.live_prediction import predict_load
+from planner.autoscaler.live import fleets_of, predict_load, saturation_of
 from tests.support.replica_reports import replica_report
 
 _LOAD = poisson(rate=2.0, num_requests=40, num_tokens=500, num_output=20, seed=1)
@@ -33,15 +32,15 @@ _ONE_EACH = [_news("prefill-0", Role.PREFILL), _news("decode-0", Role.DECODE)]
 
 
 def test_prediction_uses_the_rates_of_the_replicas() -> None:
-    found = predict_load(_spec(1, 1), _ONE_EACH, _LOAD, slo_ttft_s=None, slo_itl_s=None)
+    found = predict_load(_spec(1, 1), _ONE_EACH, _LOAD, Slo())
     assert found["completed"] == 40 and found["output_tokens"] == 800
     assert 520 <= found["ttft_ms"]["p50"] and 20 <= found["itl_ms"]["p50"] <= 80
     twice = [replace(one, timing=replace(_TIMING, token_s=0.002)) for one in _ONE_EACH]
-    assert predict_load(_spec(1, 1), twice, _LOAD, slo_ttft_s=None, slo_itl_s=None)["ttft_ms"]["p50"] > 1000
+    assert predict_load(_spec(1, 1), twice, _LOAD, Slo())["ttft_ms"]["p50"] > 1000
 
 
 def test_decode_only_deployment_is_simulated_as_colocated() -> None:
-    found = predict_load(_spec(0, 1), _ONE_EACH[1:], _LOAD, slo_ttft_s=None, slo_itl_s=None)
+    found = predict_load(_spec(0, 1), _ONE_EACH[1:], _LOAD, Slo())
     assert found["completed"] == 40 and found["transfer_bytes"] == 0
 
 
@@ -57,7 +56,7 @@ def test_simulated_pools_are_those_that_the_replicas_report() -> None:
 @pytest.mark.parametrize("replicas", [[], [replace(one, timing=None) for one in _ONE_EACH]])
 def test_unknown_rates_raise_an_error(replicas: list[ReplicaReport]) -> None:
     with pytest.raises(ClusterError, match="yet"):
-        predict_load(_spec(1, 1), replicas, _LOAD, slo_ttft_s=None, slo_itl_s=None)
+        predict_load(_spec(1, 1), replicas, _LOAD, Slo())
 
 
 def test_replica_report_round_trip() -> None:

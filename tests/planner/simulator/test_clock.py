@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from planner.simulator.clock import Clock
-from planner.simulator.cores import Cores
+from planner.simulator.clock import Clock, Cores
 
 
 def _ends(slowdown: list[float], steps: list[tuple[float, float]]) -> dict[int, float]:
@@ -15,7 +14,7 @@ def _ends(slowdown: list[float], steps: list[tuple[float, float]]) -> dict[int, 
     ends: dict[int, float] = {}
 
     def begin(number: int, seconds: float) -> None:
-        cores.run(seconds, lambda: ends.setdefault(number, clock.now))
+        cores.run(seconds, lambda: ends.setdefault(number, clock.now), width=1)
 
     for number, (at, seconds) in enumerate(steps):
         clock.at(at, lambda number=number, seconds=seconds: begin(number, seconds))
@@ -40,7 +39,7 @@ def test_a_step_may_begin_when_another_ends() -> None:
     clock = Clock()
     cores = Cores(clock, [1.0])
     ends: list[float] = []
-    cores.run(1.0, lambda: cores.run(2.0, lambda: ends.append(clock.now)))
+    cores.run(1.0, lambda: cores.run(2.0, lambda: ends.append(clock.now), width=1), width=1)
     clock.run()
     assert ends == [3.0]
 
@@ -50,7 +49,7 @@ def test_a_wide_step_counts_as_several_and_is_not_slowed_by_itself() -> None:
     cores = Cores(clock, [1.0, 1.2, 3.0])
     ends: dict[str, float] = {}
     cores.run(1.0, lambda: ends.setdefault("wide", clock.now), width=2)
-    clock.at(0.5, lambda: cores.run(1.0, lambda: ends.setdefault("narrow", clock.now)))
+    clock.at(0.5, lambda: cores.run(1.0, lambda: ends.setdefault("narrow", clock.now), width=1))
     clock.run()
     # Alone until 0.5; then three at a time, which is 3 / 1.2 times as slow for the wide one; then the narrow one alone.
     assert ends == pytest.approx({"wide": 0.5 + 0.5 * 2.5, "narrow": 1.75 + 1.0 - 1.25 / 3.0})
