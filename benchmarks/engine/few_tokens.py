@@ -7,8 +7,8 @@ from functools import partial
 
 import torch
 
-from engine.kernels.attention.absorb_queries import absorb_queries
-from engine.kernels.moe.expert_router import new_counters, route
+from engine.kernels.attention.absorb_queries import launch_absorb_queries
+from engine.kernels.moe.expert_router import launch_route, new_counters
 from engine.kernels.moe.top_k import ChoiceRule
 
 # Name, function to run, its bytes or operations, "bytes" or "flops".
@@ -31,7 +31,7 @@ def few_tokens(device: torch.device) -> list[Case]:
     norm = torch.ones(latent, device=device, dtype=torch.bfloat16)
     for num_tokens in _TOKENS:
         x = torch.randn(num_tokens, 2048, device=device, dtype=torch.bfloat16)
-        choose = partial(route, x, weight, None, new_counters(device), rule, is_exact=False)
+        choose = partial(launch_route, x, weight, None, new_counters(device), rule, is_exact=False)
         cases.append((f"route {num_tokens}", choose, weight.nbytes, "bytes"))
         row = torch.randn(num_tokens, latent + rope, device=device, dtype=torch.bfloat16)
         cos, sin = torch.randn(2, num_tokens, 1, rope // 2, device=device, dtype=torch.bfloat16)
@@ -40,7 +40,7 @@ def few_tokens(device: torch.device) -> list[Case]:
             q = torch.randn(num_tokens, num_heads, nope + rope, device=device, dtype=torch.bfloat16)
             key = torch.randn(num_heads, nope, latent, device=device, dtype=torch.bfloat16)
             stored = (q, row, norm, 1e-6, cos, sin, pool, None, slots, key)
-            absorb = partial(absorb_queries, *stored, is_interleaved=True)
+            absorb = partial(launch_absorb_queries, *stored, is_interleaved=True)
             num_bytes = key.nbytes + q.nbytes + q.nbytes * (latent + rope) // (nope + rope)
             cases.append((f"absorb_queries {num_heads} heads {num_tokens}", absorb, num_bytes, "bytes"))
     return cases

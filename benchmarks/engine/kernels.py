@@ -24,19 +24,19 @@ from benchmarks.engine.products import bench_products
 from core.model.kv_memory import QUANTIZED
 from core.types.errors import SpecError
 from engine.kernels.attention.attention_rule import AttentionRule
-from engine.kernels.attention.decode_attention import decode_attention, resident_programs
-from engine.kernels.attention.dense_prefill import dense_prefill_attention
-from engine.kernels.attention.gather_rows import gather_rows
+from engine.kernels.attention.decode_attention import launch_decode_attention, resident_programs
+from engine.kernels.attention.dense_prefill import launch_dense_prefill_attention
+from engine.kernels.attention.gather_rows import launch_gather_rows
 from engine.kernels.attention.kv_splits import Splits
 from engine.kernels.attention.kv_write import write_kv
-from engine.kernels.attention.latent_attention import latent_decode_attention, splits_of_latents
-from engine.kernels.attention.prefill_attention import prefill_attention
+from engine.kernels.attention.latent_attention import launch_latent_decode_attention, splits_of_latents
+from engine.kernels.attention.prefill_attention import launch_prefill_attention
 from engine.kernels.attention.query_groups import QueryGroups, most_queries
 from engine.kernels.attention.query_tiles import QueryTiles
 from engine.kernels.attention.rotary import rotate
 from engine.kernels.gated_mul import gated_mul
 from engine.kernels.kv_wire import pack_kv, unpack_kv
-from engine.kernels.moe.fused_experts import fused_experts
+from engine.kernels.moe.fused_experts import launch_fused_experts
 from engine.kernels.quant.row_quantization import quantize_rows
 from engine.kernels.rms_norm import add_rms_norm
 from engine.kv.layout import DTYPES
@@ -222,7 +222,7 @@ def latent(device: torch.device) -> list[Case]:
         for shape in ((heads, nope + rope), (heads, nope), (rope,), (heads, value))
     )
     run = partial(
-        dense_prefill_attention,
+        launch_dense_prefill_attention,
         q,
         k,
         shared,
@@ -240,7 +240,7 @@ def latent(device: torch.device) -> list[Case]:
     contexts = torch.full((_ROWS,), _CONTEXT, dtype=torch.int32, device=device)
     for num_heads in (16, 128):
         decode = partial(
-            latent_decode_attention,
+            launch_latent_decode_attention,
             torch.randn(_ROWS, num_heads, latent + rope, device=device, dtype=torch.bfloat16),
             pool,
             None,
@@ -267,7 +267,7 @@ def experts(device: torch.device) -> list[Case]:
     for name, num_tokens in (("decode", _ROWS), ("prefill", _PROMPT)):
         x = torch.randn(num_tokens, hidden, device=device, dtype=torch.bfloat16)
         chosen = torch.rand(num_tokens, num_experts, device=device).topk(per_token, dim=-1).indices
-        run = partial(fused_experts, x, gate_up, down, chosen)
+        run = partial(launch_fused_experts, x, gate_up, down, chosen)
         if name == "decode":
             weights = len(set(chosen.flatten().tolist())) * (gate_up[0].nbytes + down[0].nbytes)
             cases.append((f"fused_experts {name}", run, weights, "bytes"))
@@ -293,7 +293,7 @@ def _decode(
     query_groups = QueryGroups.of(of_query_groups, most=num_queries, longest=max(lens))
     resident = resident_programs(has_scales=scales is not None)
     splits = Splits.of(contexts, most=num_queries, num_heads=_K, longest=max(lens), resident=resident)
-    return lambda: decode_attention(
+    return lambda: launch_decode_attention(
         q,
         codes,
         scales,
@@ -311,8 +311,8 @@ def _prefill(q: Tensor, codes: Tensor, scales: Tensor | None, blocks: Tensor) ->
     firsts, contexts = torch.tensor([[0], [_PROMPT]], dtype=torch.int32, device=device)
 
     def run() -> None:
-        k, v = gather_rows(codes, scales, blocks, q.dtype)
-        dense_prefill_attention(
+        k, v = launch_gather_rows(codes, scales, blocks, q.dtype)
+        launch_dense_prefill_attention(
             q, k, None, v, tiles=tiles, firsts_R=firsts, contexts_R=contexts, rule=_RULE, out_THW=out
         )
 
@@ -323,7 +323,7 @@ def _suffix(q: Tensor, codes: Tensor, scales: Tensor | None, blocks: Tensor) -> 
     """Return the attention of a few queries, which reads the blocks in place."""
     q, context = q[:_SUFFIX], _PREFIX + _SUFFIX
     return partial(
-        prefill_attention,
+        launch_prefill_attention,
         q,
         codes,
         scales,

@@ -10,14 +10,14 @@ from engine.attention.heads import Heads, WindowedHeads
 from engine.attention.layer_attention import Angles, LayerAttention
 from engine.batch.device_batch import DeviceBatch, PromptRows
 from engine.kernels.attention.attention_rule import AttentionRule
-from engine.kernels.attention.decode_attention import decode_attention, resident_programs
-from engine.kernels.attention.dense_prefill import dense_prefill_attention
-from engine.kernels.attention.gather_rows import gather_rows
+from engine.kernels.attention.decode_attention import launch_decode_attention, resident_programs
+from engine.kernels.attention.dense_prefill import launch_dense_prefill_attention
+from engine.kernels.attention.gather_rows import launch_gather_rows
 from engine.kernels.attention.kv_splits import Splits
-from engine.kernels.attention.prefill_attention import prefill_attention
+from engine.kernels.attention.prefill_attention import launch_prefill_attention
 from engine.kernels.attention.query_groups import QueryGroups
 from engine.kernels.attention.rotary import rotate
-from engine.kernels.attention.store_heads import HeadNorms, store_heads
+from engine.kernels.attention.store_heads import HeadNorms, launch_store_heads
 from engine.kv.basis import KVBasis, change_basis
 from engine.kv.pool import KVPool
 
@@ -33,7 +33,7 @@ MOST_GATHERED_DIM = 256
 
 
 class KernelHeads:
-    """Implements engine.attention.heads.Heads with the Triton kernels; on a CPU, with their references.
+    """Implements engine.attention.heads.Heads with the Triton kernels.
 
     Rows with few queries use the decode kernel, other rows the prefill kernel. Both read the pool's blocks in place,
     except that keys seen by many queries are gathered first.
@@ -63,7 +63,7 @@ class KernelHeads:
             return self._store_in_basis(attention, attention.basis, heads_TND)
         # A layer's norms share their epsilon.
         eps = next((norm.eps for norm in norms if norm is not None), 0.0)
-        return store_heads(
+        return launch_store_heads(
             heads_TND,
             *angles,
             *self._pool.layer(attention.layer),
@@ -75,7 +75,7 @@ class KernelHeads:
         layer, rule = attention.layer, attention.rule
         out_THD = torch.empty_like(q_THD)
         if query_groups := self._batch.query_groups:
-            decode_attention(
+            launch_decode_attention(
                 q_THD,
                 *self._pool.layer(layer),
                 query_groups=query_groups,
@@ -87,7 +87,7 @@ class KernelHeads:
         if self._gathered and sees_all and q_THD.shape[-1] <= MOST_GATHERED_DIM:
             self._attend_gathered(layer, rule, q_THD, self._gathered, out_THD)
         elif prompts := self._batch.prompts:
-            prefill_attention(
+            launch_prefill_attention(
                 q_THD,
                 *self._pool.layer(layer),
                 tiles=prompts.tiles,
@@ -99,7 +99,7 @@ class KernelHeads:
         return out_THD if attention.basis is None else change_basis(out_THD, attention.basis.outputs)
 
     def _store_in_basis(self, attention: LayerAttention, basis: KVBasis, heads_TND: Tensor) -> Tensor:
-        """Do the same as store_heads, in parts: a product with whole matrices does not pay per token."""
+        """Do the same as launch_store_heads, in parts: a product with whole matrices does not pay per token."""
         num_kv, angles = len(basis.keys), self._angles[attention.rope]
         parts = torch.split(heads_TND, [heads_TND.shape[1] - 2 * num_kv, num_kv, num_kv], dim=1)
         norms = (attention.q_norm, attention.k_norm, attention.v_norm)
@@ -113,8 +113,8 @@ class KernelHeads:
     ) -> None:
         prompts = self._batch.prompts
         assert prompts is not None
-        k_LKD, v_LKD = gather_rows(*self._pool.layer(layer), gathered.blocks_N, q_THD.dtype)
-        dense_prefill_attention(
+        k_LKD, v_LKD = launch_gather_rows(*self._pool.layer(layer), gathered.blocks_N, q_THD.dtype)
+        launch_dense_prefill_attention(
             q_THD,
             k_LKD,
             None,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.kernels.quant.code_panels import CodePanels
 from engine.kernels.quant.code_words import INT8
-from engine.kernels.quant.int8_matmul import DEPTH, int8_product, quantize_inputs
+from engine.kernels.quant.int8_matmul import DEPTH, launch_int8_product, launch_quantize_inputs
 from engine.kernels.quant.quantized_matmul import new_counters
 from engine.layers.code_parts import CodeRows, panels_of, rows_of
 from engine.layers.layers import Before
@@ -40,7 +40,7 @@ class Int8Matrix:
 
     @classmethod
     def of(cls, weight_OI: Tensor) -> Int8Matrix:
-        codes_OI, scales_O = quantize_inputs(weight_OI)
+        codes_OI, scales_O = launch_quantize_inputs(weight_OI)
         return cls(codes_OI, scales_O, weight_OI.shape[1], new_counters(len(weight_OI), weight_OI.device))
 
     @classmethod
@@ -69,4 +69,6 @@ class Int8Matrix:
         residual_TO: Tensor | None = None,
     ) -> Tensor:
         x_TI = x_TI if before is None else before(x_TI)
-        return int8_product(x_TI, self.codes_OI, self.scales_O, self.counters, bias_O=bias_O, residual_TO=residual_TO)
+        return launch_int8_product(
+            x_TI, self.codes_OI, self.scales_O, self.counters, bias_O=bias_O, residual_TO=residual_TO
+        )

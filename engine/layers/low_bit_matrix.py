@@ -16,8 +16,8 @@ from engine.cpu.autotune import FP8, KERNELS, MeasuredWays
 from engine.kernels.language import has_tile_copies
 from engine.kernels.quant.code_panels import ROWS, CodePanels
 from engine.kernels.quant.code_words import E4M3
-from engine.kernels.quant.int8_matmul import quantize_inputs
-from engine.kernels.quant.quantized_matmul import coded_product, launch_widen, new_counters
+from engine.kernels.quant.int8_matmul import launch_quantize_inputs
+from engine.kernels.quant.quantized_matmul import launch_coded_product, launch_widen, new_counters
 from engine.layers.code_parts import CodeRows, panels_of, rows_of
 from engine.layers.layers import Before
 from engine.weights.quantized_weight import QuantizedWeight
@@ -127,7 +127,9 @@ class CodedMatrix:
                 is_fp8 = part.has_fp8_inputs and len(x) >= self.fp8_rows and x.dtype == torch.bfloat16
                 _multiply_many(x, part.panels, bias, residual, out_TO[:, own], is_fp8=is_fp8)
             else:
-                coded_product(x, part.panels, part.counters, bias_O=bias, residual_TO=residual, out_TO=out_TO[:, own])
+                launch_coded_product(
+                    x, part.panels, part.counters, bias_O=bias, residual_TO=residual, out_TO=out_TO[:, own]
+                )
             first = own.stop
         return out_TO
 
@@ -156,7 +158,7 @@ def _multiply_many(
     num_outputs, num_inputs = panels.shape
     step = max(1, _WIDENED_AT_ONCE // num_inputs // ROWS) * ROWS
     if is_fp8:
-        codes_TI, scales_T = quantize_inputs(x_TI, torch.float8_e4m3fn)
+        codes_TI, scales_T = launch_quantize_inputs(x_TI, torch.float8_e4m3fn)
         assert panels.factors is not None
         factors_O = panels.factors.flatten()
     for start in range(0, num_outputs, step):

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from engine.kernels.gated_mul import SILU, GatedActivation
 from engine.kernels.moe.expert_tiles import Tiles
-from engine.kernels.moe.fused_experts import ExpertBiases, fused_experts
-from engine.kernels.moe.quantized_experts import coded_experts
+from engine.kernels.moe.fused_experts import ExpertBiases, launch_fused_experts
+from engine.kernels.moe.quantized_experts import launch_coded_experts
 from engine.kernels.quant.code_panels import CodePanels
 from engine.layers.int8_matrix import Int8Matrix
 from engine.layers.layers import Linear, Matrix, TorchMatrix
@@ -112,7 +112,7 @@ class ExpertStack:
         *,
         input_weights_TC: Tensor | None = None,
     ) -> Tensor:
-        return fused_experts(
+        return launch_fused_experts(
             x_TE,
             self.gate_up_X2IE,
             self.down_XEI,
@@ -160,7 +160,7 @@ class CodedExpertStack:
         *,
         input_weights_TC: Tensor | None = None,
     ) -> Tensor:
-        return coded_experts(
+        return launch_coded_experts(
             x_TE,
             self.gate_up,
             self.down,

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core.model.shape import ExpertsConfig
-from engine.kernels.moe.expert_router import MOST_TOKENS, RoutedTokens, new_counters, route
+from engine.kernels.moe.expert_router import MOST_TOKENS, RoutedTokens, launch_route, new_counters
 from engine.kernels.moe.top_k import ChoiceRule, choose_experts
 from engine.layers.shards import ShardReader
 
@@ -77,9 +77,9 @@ class Routing:
 
     def __call__(self, x_TE: Tensor) -> RoutedTokens:
         """Return the experts of each token, best first, and their weights."""
-        if len(x_TE) > MOST_TOKENS:
+        if len(x_TE) > MOST_TOKENS or not x_TE.is_cuda:
             return RoutedTokens(*choose_experts(self._logits(x_TE), self.bias_X, self.rule, self.factors_X))
-        return route(
+        return launch_route(
             x_TE,
             self.weight_LE,
             self.bias_X,

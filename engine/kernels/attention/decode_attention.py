@@ -22,7 +22,7 @@ from torch import Tensor
 
 from engine.kernels.attention.attention_rule import AttentionRule, capped, is_in_reach, sink_of
 from engine.kernels.attention.kv_splits import KEYS, Splits, blocks_of
-from engine.kernels.attention.online_softmax import gather_row, places_of, reference_row
+from engine.kernels.attention.online_softmax import places_of
 from engine.kernels.attention.query_groups import TILE_ROWS, QueryGroups
 from engine.kernels.language import cdiv, has_fp8_casts, jit, power_of_2, tl
 from engine.kernels.quant.hadamard import rotate_queries, unrotate_tile
@@ -43,7 +43,12 @@ from engine.kernels.quant.row_quantization import (
 _PARTS_COMBINED, _FEATURES_COMBINED = 16, 128
 
 
-def decode_attention(
+def resident_programs(*, has_scales: bool) -> int:
+    """Return the number of programs that a multiprocessor runs at once: four warps each, or one warp for codes."""
+    return 8 if has_scales else 4
+
+
+def launch_decode_attention(
     q_THD: Tensor,
     codes_B2KSD: Tensor,
     scales_B2KS: Tensor | None,
@@ -60,64 +65,6 @@ def decode_attention(
     contexts for the same rule; it affects rounding only. A NaN value spoils all queries of its group, also
     those that precede it.
     """
-    attend = launch_decode_attention if q_THD.is_cuda else reference_decode_attention
-    attend(
-        q_THD,
-        codes_B2KSD,
-        scales_B2KS,
-        query_groups=query_groups,
-        rule=rule,
-        splits=splits,
-        out_THD=out_THD,
-    )
-
-
-def resident_programs(*, has_scales: bool) -> int:
-    """Return the number of programs that a multiprocessor runs at once: four warps each, or one warp for codes."""
-    return 8 if has_scales else 4
-
-
-def reference_decode_attention(
-    q_THD: Tensor,
-    codes_B2KSD: Tensor,
-    scales_B2KS: Tensor | None,
-    *,
-    query_groups: QueryGroups,
-    rule: AttentionRule,
-    splits: Splits,
-    out_THD: Tensor,
-) -> None:
-    rows = [
-        *zip(
-            query_groups.firsts_U.tolist(),
-            query_groups.counts_U.tolist(),
-            query_groups.contexts_U.tolist(),
-            strict=True,
-        )
-    ]
-    for token, seat in zip(query_groups.tokens_N.tolist(), query_groups.seats_N.tolist(), strict=True):
-        (first, count, context), table = (
-            rows[seat // query_groups.most],
-            query_groups.tables_UB[seat // query_groups.most],
-        )
-        if not context:
-            out_THD[token] = 0
-            continue
-        assert token == first + seat % query_groups.most
-        kv_2KLD = gather_row(codes_B2KSD, scales_B2KS, table, context - (count - 1 - seat % query_groups.most))
-        out_THD[token] = reference_row(q_THD[token].unsqueeze(0), kv_2KLD, rule)[0]
-
-
-def launch_decode_attention(
-    q_THD: Tensor,
-    codes_B2KSD: Tensor,
-    scales_B2KS: Tensor | None,
-    *,
-    query_groups: QueryGroups,
-    rule: AttentionRule,
-    splits: Splits,
-    out_THD: Tensor,
-) -> None:
     num_rows, num_heads, dim = len(query_groups.firsts_U), q_THD.shape[1], q_THD.shape[2]
     _, _, num_kv_heads, block_size, _ = codes_B2KSD.shape
     assert q_THD.stride(-1) == 1 and out_THD.is_contiguous() and query_groups.tables_UB.stride(-1) == 1

@@ -14,7 +14,6 @@ from engine.kernels.quant.hadamard import unrotate_tile
 from engine.kernels.quant.row_quantization import (
     INT4,
     as_bytes,
-    dequantize_rows,
     from_code,
     nibbles_in_columns,
     scale_and_zero,
@@ -23,27 +22,10 @@ from engine.kernels.quant.row_quantization import (
 # N gathered blocks, L = N * S keys, B blocks of the pool, K kv heads, S block_size, D head_dim
 
 
-def gather_rows(
-    codes_B2KSD: Tensor, scales_B2KS: Tensor | None, blocks_N: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Return the blocks' keys and values as `dtype`, each (L, K, D). blocks: int32."""
-    gather = launch_gather_rows if codes_B2KSD.is_cuda else reference_gather_rows
-    return gather(codes_B2KSD, scales_B2KS, blocks_N, dtype)
-
-
-def reference_gather_rows(
-    codes_B2KSD: Tensor, scales_B2KS: Tensor | None, blocks_N: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    kv_N2KSD = as_bytes(codes_B2KSD)[blocks_N.long()].view(codes_B2KSD.dtype)
-    if scales_B2KS is not None:
-        kv_N2KSD = dequantize_rows(kv_N2KSD, scales_B2KS[blocks_N.long()], dtype)
-    k_LKD, v_LKD = kv_N2KSD.to(dtype).permute(1, 0, 3, 2, 4).flatten(1, 2).contiguous()
-    return k_LKD, v_LKD
-
-
 def launch_gather_rows(
     codes_B2KSD: Tensor, scales_B2KS: Tensor | None, blocks_N: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
+    """Return the blocks' keys and values as `dtype`, each (L, K, D). blocks: int32."""
     _, _, num_heads, block_size, row_dim = codes_B2KSD.shape
     is_int4 = codes_B2KSD.dtype == INT4
     dim = 2 * row_dim if is_int4 else row_dim

@@ -20,7 +20,7 @@ from engine.kernels.attention.latent_values import launch_latent_values
 from engine.kernels.attention.online_softmax import places_of, weigh
 from engine.kernels.language import cdiv, has_fp8_casts, jit, power_of_2, tl
 from engine.kernels.quant.code_words import widen
-from engine.kernels.quant.row_quantization import as_bytes, dequantize_rows, from_codes
+from engine.kernels.quant.row_quantization import as_bytes, from_codes
 
 # R rows, H query heads of this rank, D = C + P: latent_dim C and rope_dim P, W value_dim, B blocks, S block_size;
 # in launch functions P: number of parts, programs plus rows
@@ -29,7 +29,19 @@ from engine.kernels.quant.row_quantization import as_bytes, dequantize_rows, fro
 _MIN_HEADS, _MOST_HEADS = 16, 64
 
 
-def latent_decode_attention(
+def heads_at_once(num_heads: int) -> int:
+    """Return the number of heads per program."""
+    return min(_MOST_HEADS, max(_MIN_HEADS, power_of_2(num_heads)))
+
+
+def splits_of_latents(contexts_R: Tensor, *, num_heads: int, longest: int) -> Splits:
+    """Split the rows' keys for this kernel; see Splits.of."""
+    block_h = heads_at_once(num_heads)
+    resident = 2 if block_h == _MIN_HEADS else 1
+    return Splits.of(contexts_R, num_heads=cdiv(num_heads, block_h), longest=longest, resident=resident)
+
+
+def launch_latent_decode_attention(
     q_RHD: Tensor,
     codes_B11SD: Tensor,
     scales_B11S: Tensor | None,
@@ -47,69 +59,6 @@ def latent_decode_attention(
     weighted sums of latents are rounded to it before the expansion. tables: (R, B) int32 block ids; contexts: (R,)
     int32 keys of each row; rows without keys get zeros. splits: Splits of these contexts.
     """
-    attend = launch_latent_decode_attention if q_RHD.is_cuda else reference_latent_decode_attention
-    return attend(
-        q_RHD,
-        codes_B11SD,
-        scales_B11S,
-        value_HWC,
-        scale=scale,
-        tables_RB=tables_RB,
-        contexts_R=contexts_R,
-        splits=splits,
-    )
-
-
-def heads_at_once(num_heads: int) -> int:
-    """Return the number of heads per program."""
-    return min(_MOST_HEADS, max(_MIN_HEADS, power_of_2(num_heads)))
-
-
-def splits_of_latents(contexts_R: Tensor, *, num_heads: int, longest: int) -> Splits:
-    """Split the rows' keys for this kernel; see Splits.of."""
-    block_h = heads_at_once(num_heads)
-    resident = 2 if block_h == _MIN_HEADS else 1
-    return Splits.of(contexts_R, num_heads=cdiv(num_heads, block_h), longest=longest, resident=resident)
-
-
-def reference_latent_decode_attention(
-    q_RHD: Tensor,
-    codes_B11SD: Tensor,
-    scales_B11S: Tensor | None,
-    value_HWC: Tensor,
-    *,
-    scale: float,
-    tables_RB: Tensor,
-    contexts_R: Tensor,
-    splits: Splits,
-) -> Tensor:
-    latent_dim = value_HWC.shape[2]
-    latents_RHC = q_RHD.new_empty(*q_RHD.shape[:2], latent_dim)
-    for row, (table, context) in enumerate(zip(tables_RB, contexts_R.tolist(), strict=True)):
-        blocks = table[: cdiv(context, codes_B11SD.shape[3])].long()
-        if scales_B11S is None:
-            rows_B11SD = codes_B11SD[blocks].float()
-        else:
-            codes = as_bytes(codes_B11SD)[blocks].view(codes_B11SD.dtype)
-            exact = (codes.shape[-1] - latent_dim) // 2
-            rows_B11SD = dequantize_rows(codes, scales_B11S[blocks], torch.float32, exact=exact)
-        rows_LD = rows_B11SD.flatten(0, 3)[:context, : q_RHD.shape[-1]]
-        weights_HL = (q_RHD[row].float() @ rows_LD.T * scale).softmax(dim=-1)
-        latents_RHC[row] = weights_HL @ rows_LD[:, :latent_dim]
-    return torch.einsum("rhc,hwc->rhw", latents_RHC, value_HWC)
-
-
-def launch_latent_decode_attention(
-    q_RHD: Tensor,
-    codes_B11SD: Tensor,
-    scales_B11S: Tensor | None,
-    value_HWC: Tensor,
-    *,
-    scale: float,
-    tables_RB: Tensor,
-    contexts_R: Tensor,
-    splits: Splits,
-) -> Tensor:
     (num_rows, num_heads, dim), device = q_RHD.shape, q_RHD.device
     _, value_dim, latent_dim = value_HWC.shape
     has_scales, rope_dim = scales_B11S is not None, dim - latent_dim

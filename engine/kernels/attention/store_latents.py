@@ -11,11 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.kernels.attention.kv_write import write_rows
-from engine.kernels.attention.rotary import reference_rotate
 from engine.kernels.language import cdiv, jit, power_of_2, tl
 from engine.kernels.quant.row_quantization import as_bytes, quantize_row
-from engine.kernels.rms_norm import normed, reference_rms_norm
+from engine.kernels.rms_norm import normed
 
 # T tokens, H query heads, B blocks, S block_size, C latent_dim, P rope_dim, F = P / 2, X numbers of an index key,
 # D = C + P + X, Q numbers of a query, of which the last P are rotated
@@ -23,7 +21,7 @@ from engine.kernels.rms_norm import normed, reference_rms_norm
 _HEADS_AT_ONCE = 8
 
 
-def store_latents(
+def launch_store_latents(
     q_THQ: Tensor,
     row_TD: Tensor,
     norm_C: Tensor,
@@ -44,67 +42,6 @@ def store_latents(
     (T, 1, F). codes, scales: a layer of a latent pool; see engine/kv/layout.py. out: dense in N; may be a view, but not
     of q.
     """
-    store = launch_store_latents if q_THQ.is_cuda else reference_store_latents
-    store(
-        q_THQ,
-        row_TD,
-        norm_C,
-        eps,
-        cos_T1F,
-        sin_T1F,
-        codes_B11SD,
-        scales_B11S,
-        slots_T,
-        is_interleaved=is_interleaved,
-        out_THN=out_THN,
-    )
-
-
-def reference_store_latents(
-    q_THQ: Tensor,
-    row_TD: Tensor,
-    norm_C: Tensor,
-    eps: float,
-    cos_T1F: Tensor,
-    sin_T1F: Tensor,
-    codes_B11SD: Tensor,
-    scales_B11S: Tensor | None,
-    slots_T: Tensor,
-    *,
-    is_interleaved: bool,
-    out_THN: Tensor,
-) -> None:
-    rope_dim = 2 * cos_T1F.shape[-1]
-
-    def turned(x_THP: Tensor) -> Tensor:
-        if is_interleaved:
-            x_THP = torch.unflatten(x_THP, -1, (-1, 2)).transpose(-1, -2).flatten(-2)
-        return reference_rotate(x_THP, cos_T1F, sin_T1F)
-
-    out_THN[..., -rope_dim:] = turned(q_THQ[..., -rope_dim:])
-    out_THN[..., :-rope_dim] = q_THQ[..., -out_THN.shape[-1] : -rope_dim]
-    latent_dim = len(norm_C)
-    latent_TC, key_TP, index_TX = row_TD.tensor_split((latent_dim, latent_dim + rope_dim), dim=-1)
-    latent_TC = reference_rms_norm(latent_TC, norm_C, eps)
-    kept_TD = torch.cat((latent_TC, turned(key_TP.unsqueeze(1)).squeeze(1), index_TX), dim=-1)
-    is_stored_T = slots_T >= 0
-    write_rows(codes_B11SD, scales_B11S, slots_T[is_stored_T], kept_TD[is_stored_T, None, None])
-
-
-def launch_store_latents(
-    q_THQ: Tensor,
-    row_TD: Tensor,
-    norm_C: Tensor,
-    eps: float,
-    cos_T1F: Tensor,
-    sin_T1F: Tensor,
-    codes_B11SD: Tensor,
-    scales_B11S: Tensor | None,
-    slots_T: Tensor,
-    *,
-    is_interleaved: bool,
-    out_THN: Tensor,
-) -> None:
     (num_tokens, num_heads, query_dim), rope_dim = q_THQ.shape, 2 * cos_T1F.shape[-1]
     assert q_THQ.stride(-1) == row_TD.stride(-1) == out_THN.stride(-1) == 1 and codes_B11SD.is_contiguous()
     has_scales, latent_dim = scales_B11S is not None, len(norm_C)

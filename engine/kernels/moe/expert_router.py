@@ -1,6 +1,6 @@
 """Fused MoE router for decode steps: logits, choice of experts, and sorting into tiles, in one kernel.
 
-    logits = x @ weight.T + bias          chosen, weights = choose(logits)          tiles = sort_into_tiles(chosen)
+    logits = x @ weight.T + bias          chosen, weights = choose(logits)          tiles = sorted(chosen)
 
 See top_k.py and expert_tiles.py. Programs split the outputs and inputs of the product and write partial sums. The last
 program of a token tile adds them up in order and chooses its experts; the last program of all sorts. Counters are reset
@@ -13,7 +13,6 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels.language import cdiv, jit, power_of_2, tl
@@ -25,7 +24,6 @@ from engine.kernels.moe.top_k import (
     constants,
     experts_of_places,
     new_choices,
-    reference_choose_experts,
 )
 
 # T tokens, E hidden_size, X experts to choose from, L logits: X, optionally one more, C experts per token
@@ -55,7 +53,7 @@ def new_counters(device: torch.device) -> Tensor:
     return torch.zeros(MOST_TOKENS // _ROWS + 1, dtype=torch.int32, device=device)
 
 
-def route(
+def launch_route(
     x_TE: Tensor,
     weight_LE: Tensor,
     bias_X: Tensor | None,
@@ -71,39 +69,6 @@ def route(
     is_exact: keep logits in fp32, in which they are summed; otherwise round them to x's dtype. logit_bias: of the
     weight's dtype. bias, factors: see choose_experts.
     """
-    compute = launch_route if x_TE.is_cuda else reference_route
-    return compute(
-        x_TE, weight_LE, bias_X, counters, rule, is_exact=is_exact, logit_bias_L=logit_bias_L, factors_X=factors_X
-    )
-
-
-def reference_route(
-    x_TE: Tensor,
-    weight_LE: Tensor,
-    bias_X: Tensor | None,
-    counters: Tensor,
-    rule: ChoiceRule,
-    *,
-    is_exact: bool,
-    logit_bias_L: Tensor | None = None,
-    factors_X: Tensor | None = None,
-) -> RoutedTokens:
-    """Route with torch, without sorting into tiles. On a CPU, weights of exact routers are fp32."""
-    logits_TL = F.linear(x_TE.to(weight_LE.dtype), weight_LE, logit_bias_L)
-    return RoutedTokens(*reference_choose_experts(logits_TL, bias_X, rule, factors_X))
-
-
-def launch_route(
-    x_TE: Tensor,
-    weight_LE: Tensor,
-    bias_X: Tensor | None,
-    counters: Tensor,
-    rule: ChoiceRule,
-    *,
-    is_exact: bool,
-    logit_bias_L: Tensor | None = None,
-    factors_X: Tensor | None = None,
-) -> RoutedTokens:
     (num_tokens, num_inputs), num_logits = x_TE.shape, len(weight_LE)
     x_TE, device = x_TE.contiguous(), x_TE.device
     assert weight_LE.is_contiguous() and num_tokens <= MOST_TOKENS

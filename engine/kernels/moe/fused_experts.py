@@ -15,12 +15,11 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels.gated_mul import SILU, GatedActivation, gated, gated_mul
+from engine.kernels.gated_mul import SILU, GatedActivation, gated
 from engine.kernels.language import cdiv, jit, tl
-from engine.kernels.moe.expert_tiles import Tiles, rows_of_tiles, sort_into_tiles
+from engine.kernels.moe.expert_tiles import Tiles, launch_sort_into_tiles, rows_of_tiles
 
 # T tokens, C choices per token, N = T * C choices, E hidden_size, X experts, I features of one expert
 
@@ -58,7 +57,7 @@ class ExpertBiases(NamedTuple):
     down_XE: Tensor | None
 
 
-def fused_experts(
+def launch_fused_experts(
     x_TE: Tensor,
     gate_up_X2IE: Tensor,
     down_XEI: Tensor,
@@ -75,55 +74,7 @@ def fused_experts(
     chosen: (T, C) int64, each below X. tiles: these choices sorted, if available. input_weights: fp32, contiguous; not
     with biases.
     """
-    compute = launch_fused_experts if x_TE.is_cuda else reference_fused_experts
     assert biases is None or input_weights_TC is None
-    return compute(
-        x_TE,
-        gate_up_X2IE,
-        down_XEI,
-        chosen_TC,
-        tiles,
-        activation=activation,
-        biases=biases,
-        input_weights_TC=input_weights_TC,
-    )
-
-
-def reference_fused_experts(
-    x_TE: Tensor,
-    gate_up_X2IE: Tensor,
-    down_XEI: Tensor,
-    chosen_TC: Tensor,
-    tiles: Tiles | None = None,
-    *,
-    activation: GatedActivation = SILU,
-    biases: ExpertBiases | None = None,
-    input_weights_TC: Tensor | None = None,
-) -> Tensor:
-    gate_up_X2I, down_XE = biases or (None, None)
-    out_TCE = x_TE.new_empty(*chosen_TC.shape, x_TE.shape[1])
-    for expert in sorted(set(chosen_TC.flatten().tolist())):
-        token, choice = (chosen_TC == expert).nonzero(as_tuple=True)
-        x_NE = x_TE[token]
-        if input_weights_TC is not None:
-            x_NE = (x_NE * input_weights_TC[token, choice].unsqueeze(-1)).to(x_TE.dtype)
-        gate_up_N2I = F.linear(x_NE, gate_up_X2IE[expert], None if gate_up_X2I is None else gate_up_X2I[expert])
-        bias_E = None if down_XE is None else down_XE[expert]
-        out_TCE[token, choice] = F.linear(gated_mul(gate_up_N2I, activation), down_XEI[expert], bias_E)
-    return out_TCE
-
-
-def launch_fused_experts(
-    x_TE: Tensor,
-    gate_up_X2IE: Tensor,
-    down_XEI: Tensor,
-    chosen_TC: Tensor,
-    tiles: Tiles | None = None,
-    *,
-    activation: GatedActivation = SILU,
-    biases: ExpertBiases | None = None,
-    input_weights_TC: Tensor | None = None,
-) -> Tensor:
     gate_up_X2I, down_XE = biases or (None, None)
     (num_tokens, hidden), num_choices = x_TE.shape, chosen_TC.numel()
     num_experts, features = down_XEI.shape[0], down_XEI.shape[2]
@@ -134,7 +85,7 @@ def launch_fused_experts(
         return out_TCE
     if tiles is None:
         rows = rows_of_tiles(num_choices, num_experts, most=_MAX_ROWS)
-        tiles = sort_into_tiles(chosen_TC, num_experts=num_experts, rows=rows)
+        tiles = launch_sort_into_tiles(chosen_TC, num_experts=num_experts, rows=rows)
     choice_P, expert_B = tiles
     rows = tiles.rows
     features_NI = x_TE.new_empty(num_choices, features)

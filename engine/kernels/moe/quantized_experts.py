@@ -5,57 +5,15 @@ Three kernels after the sorting: gate and up of all choices, gated_mul, down.
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor
 
 from engine.kernels.gated_mul import SILU, GatedActivation, launch_gated_mul
-from engine.kernels.moe.expert_tiles import Tiles, rows_of_tiles, sort_into_tiles
-from engine.kernels.moe.fused_experts import ExpertBiases, reference_fused_experts
-from engine.kernels.quant.code_panels import CodePanels, numbers_of
+from engine.kernels.moe.expert_tiles import Tiles, launch_sort_into_tiles, rows_of_tiles
+from engine.kernels.moe.fused_experts import ExpertBiases
+from engine.kernels.quant.code_panels import CodePanels
 from engine.kernels.quant.quantized_matmul import launch_expert_product, most_rows_of_experts
 
 # T tokens, C choices per token, E hidden_size, X experts, I features of one expert
-
-
-def coded_experts(
-    x_TE: Tensor,
-    gate_up: CodePanels,
-    down: CodePanels,
-    chosen_TC: Tensor,
-    tiles: Tiles | None = None,
-    *,
-    activation: GatedActivation = SILU,
-    biases: ExpertBiases | None = None,
-    input_weights_TC: Tensor | None = None,
-) -> Tensor:
-    """Return the unweighted output of every chosen expert: (T, C, E) of x's dtype.
-
-    gate_up: X experts, (2 I, E) each, gate rows first, or (I, E) without gates. down: (E, I) each. chosen: (T, C)
-    int64, each below X. tiles: these choices sorted, if available. Others: see fused_experts.
-    """
-    compute = launch_coded_experts if x_TE.is_cuda else reference_coded_experts
-    assert biases is None or input_weights_TC is None
-    return compute(
-        x_TE,
-        gate_up,
-        down,
-        chosen_TC,
-        tiles,
-        activation=activation,
-        biases=biases,
-        input_weights_TC=input_weights_TC,
-    )
-
-
-def reference_coded_experts(
-    x_TE: Tensor, gate_up: CodePanels, down: CodePanels, chosen_TC: Tensor, tiles: Tiles | None = None, **more: Any
-) -> Tensor:
-    """Compute with the dequantized matrices. more: keywords of reference_fused_experts."""
-    matrices = [[numbers_of(panels.expert(i)) for i in range(len(panels.words))] for panels in (gate_up, down)]
-    gate_up_X2IE, down_XEI = (torch.stack(each).to(x_TE.dtype) for each in matrices)
-    return reference_fused_experts(x_TE, gate_up_X2IE, down_XEI, chosen_TC, **more)
 
 
 def launch_coded_experts(
@@ -69,6 +27,12 @@ def launch_coded_experts(
     biases: ExpertBiases | None = None,
     input_weights_TC: Tensor | None = None,
 ) -> Tensor:
+    """Return the unweighted output of every chosen expert: (T, C, E) of x's dtype.
+
+    gate_up: X experts, (2 I, E) each, gate rows first, or (I, E) without gates. down: (E, I) each. chosen: (T, C)
+    int64, each below X. tiles: these choices sorted, if available. Others: see launch_fused_experts.
+    """
+    assert biases is None or input_weights_TC is None
     gate_up_X2I, down_XE = biases or (None, None)
     num_choices, num_experts = chosen_TC.numel(), len(down.words)
     if not num_choices:
@@ -78,7 +42,7 @@ def launch_coded_experts(
     # The router's tiles may have more rows if tokens choose most of the experts.
     if tiles is None or tiles.rows > most:
         rows = rows_of_tiles(num_choices, num_experts, most=most)
-        tiles = sort_into_tiles(chosen_TC, num_experts=num_experts, rows=rows)
+        tiles = launch_sort_into_tiles(chosen_TC, num_experts=num_experts, rows=rows)
     choice_P, expert_B = tiles
     gate_up_N2I = launch_expert_product(
         x_TE.contiguous(),

@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels.language import (
@@ -30,7 +29,7 @@ from engine.kernels.language import (
     spares_registers,
     tl,
 )
-from engine.kernels.quant.code_panels import ROWS, RUN, CodePanels, as_words, numbers_of, span_of
+from engine.kernels.quant.code_panels import ROWS, RUN, CodePanels, as_words, span_of
 from engine.kernels.quant.code_words import (
     E2M1,
     E4M3,
@@ -94,32 +93,6 @@ def new_counters(num_outputs: int, device: torch.device) -> Tensor:
     return torch.zeros(2 * cdiv(num_outputs, ROWS), dtype=torch.int32, device=device)
 
 
-def coded_product(
-    x_TI: Tensor,
-    panels: CodePanels,
-    counters: Tensor,
-    *,
-    bias_O: Tensor | None = None,
-    residual_TO: Tensor | None = None,
-    out_TO: Tensor | None = None,
-) -> Tensor:
-    """Compute residual + (x @ weight.T + bias), rounded to x's dtype before the residual is added: (T, O).
-
-    counters: from `new_counters`, zero between launches. Two streams must not use them concurrently.
-    """
-    if x_TI.is_cuda:
-        return launch_coded_product(x_TI, panels, counters, bias_O=bias_O, residual_TO=residual_TO, out_TO=out_TO)
-    product_TO = reference_coded_product(x_TI, panels, bias_O=bias_O, residual_TO=residual_TO)
-    return product_TO if out_TO is None else out_TO.copy_(product_TO)
-
-
-def reference_coded_product(
-    x_TI: Tensor, panels: CodePanels, *, bias_O: Tensor | None = None, residual_TO: Tensor | None = None
-) -> Tensor:
-    product_TO = F.linear(x_TI, numbers_of(panels).to(x_TI.dtype), bias_O)
-    return product_TO if residual_TO is None else residual_TO + product_TO
-
-
 def launch_coded_product(
     x_TI: Tensor,
     panels: CodePanels,
@@ -131,7 +104,11 @@ def launch_coded_product(
     tile: Tile | None = None,
     splits: int | None = None,
 ) -> Tensor:
-    """Launch the product. out: may be columns of a wider tensor if residual has the same layout; None allocates it."""
+    """Compute residual + (x @ weight.T + bias), rounded to x's dtype before the residual is added: (T, O).
+
+    counters: from `new_counters`, zero between launches. Two streams must not use them concurrently. out: may be
+    columns of a wider tensor if residual has the same layout; None allocates it. tile, splits: for tests.
+    """
     (num_outputs, num_inputs), num_rows = panels.shape, len(x_TI)
     x_TI = x_TI.contiguous()
     out_TO = x_TI.new_empty(num_rows, num_outputs) if out_TO is None else out_TO
@@ -187,7 +164,7 @@ def launch_expert_product(
 ) -> Tensor:
     """Multiply each choice's row with its expert's matrix, and add the expert's bias: (choices, O).
 
-    choice, expert: from expert_tiles.sort_into_tiles. of_each: number of choices that share a row of x.
+    choice, expert: from expert_tiles.launch_sort_into_tiles. of_each: number of choices that share a row of x.
     """
     (num_outputs, num_inputs), num_experts = panels.shape, len(panels.words)
     out_NO = x_NI.new_empty(num_choices, num_outputs)

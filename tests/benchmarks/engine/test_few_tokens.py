@@ -1,14 +1,17 @@
-"""Cases of short GPU kernels, run with the reference implementations to check their arguments."""
+"""Cases of short GPU kernels, run in the interpreter or with a reference to check their arguments."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from benchmarks.engine.few_tokens import few_tokens
+from benchmarks.engine import few_tokens
+from tests.support.attention_references import reference_absorb_queries
 
 
-def test_every_case_runs() -> None:
-    cases = few_tokens(torch.device("cpu"))
+def test_every_case_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(few_tokens, "launch_absorb_queries", reference_absorb_queries)
+    cases = few_tokens.few_tokens(torch.device("cpu"))
     assert len({name for name, *_ in cases}) == len(cases) == 6
     for _, run, num_bytes, unit in cases:
         run()
