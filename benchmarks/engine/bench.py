@@ -12,13 +12,10 @@ kernel. On a CPU, `ways` lists the time in ms of each implementation of a produc
 chosen one: see engine/cpu/autotune.py.
 
     python -m benchmarks engine --json
-    python -m benchmarks.engine.bench DIRECTORY      without the command line's packages
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
@@ -31,14 +28,13 @@ import torch
 from torch import Tensor
 
 from core.types.errors import SpecError
-from engine.config import EngineConfig, device_for
+from engine.config import EngineConfig
 from engine.cpu.huge_pages import advise
-from engine.cpu.library import open_kernels
-from engine.cpu.processor import instruction_sets
+from engine.cpu.library import instruction_sets, open_kernels
 from engine.runner.runner import ModelRunner
 from engine.scheduler.step import Runner, ScheduledStep
 from engine.scheduler.step_commands import Orders
-from engine.tools.loaded_engines import MOST_STEPS, decoding_engine, prefilling_engine
+from engine.tools.offline import MOST_STEPS, decoding_engine, prefilling_engine
 from engine.weights.checkpoint import SafetensorsCheckpoint
 from engine.weights.open_checkpoint import open_checkpoint
 
@@ -202,26 +198,3 @@ def _timed(work: Callable[[], object]) -> float:
     begin = time.perf_counter()
     work()
     return time.perf_counter() - begin
-
-
-def main() -> None:
-    def counts(text: str) -> list[int]:
-        return [int(count) for count in text.split(",")]
-
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.engine.bench", description="One JSON object on stdout.")
-    parser.add_argument("model_dir", type=Path)
-    parser.add_argument("--batches", "--batch", type=counts, default=[1, 8, 32])
-    parser.add_argument("--contexts", "--context", type=counts, default=[128])
-    parser.add_argument("--prefills", "--prefill", type=counts, default=[512, 2048])
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--weights", default="auto")
-    parser.add_argument("--pool-dtype", default="auto")
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--gpu", action="store_true")
-    options = vars(parser.parse_args())
-    device = device_for(gpus=options.pop("gpu"))
-    print(json.dumps(bench_engine(options.pop("model_dir"), device=device, **options)))
-
-
-if __name__ == "__main__":
-    main()

@@ -18,25 +18,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.engine.few_tokens import Case, few_tokens
-from benchmarks.engine.gpu_command import requested_shapes
 from benchmarks.engine.products import bench_products
 from core.model.kv_memory import QUANTIZED
 from core.types.errors import SpecError
+from engine.kernels.attention.absorb_queries import launch_absorb_queries
 from engine.kernels.attention.attention_rule import AttentionRule
-from engine.kernels.attention.decode_attention import decode_attention, resident_programs
-from engine.kernels.attention.dense_prefill import dense_prefill_attention
-from engine.kernels.attention.gather_rows import gather_rows
+from engine.kernels.attention.decode_attention import launch_decode_attention, resident_programs
+from engine.kernels.attention.dense_prefill import launch_dense_prefill_attention
+from engine.kernels.attention.gather_rows import launch_gather_rows
 from engine.kernels.attention.kv_splits import Splits
 from engine.kernels.attention.kv_write import write_kv
-from engine.kernels.attention.latent_attention import latent_decode_attention, splits_of_latents
-from engine.kernels.attention.prefill_attention import prefill_attention
-from engine.kernels.attention.query_groups import QueryGroups, most_queries
-from engine.kernels.attention.query_tiles import QueryTiles
+from engine.kernels.attention.latent_attention import launch_latent_decode_attention, splits_of_latents
+from engine.kernels.attention.prefill_attention import launch_prefill_attention
+from engine.kernels.attention.queries import QueryGroups, QueryTiles, most_queries
 from engine.kernels.attention.rotary import rotate
 from engine.kernels.gated_mul import gated_mul
 from engine.kernels.kv_wire import pack_kv, unpack_kv
-from engine.kernels.moe.fused_experts import fused_experts
+from engine.kernels.moe.expert_router import launch_route, new_counters
+from engine.kernels.moe.fused_experts import launch_fused_experts
+from engine.kernels.moe.top_k import ChoiceRule
 from engine.kernels.quant.row_quantization import quantize_rows
 from engine.kernels.rms_norm import add_rms_norm
 from engine.kv.layout import DTYPES
@@ -53,6 +53,7 @@ _LONG_CONTEXT = 131072
 _PROMPT = 8192
 # A short question after a long cached text.
 _SUFFIX, _PREFIX = 128, 32768
+_FEW = 1, 64  # tokens of a decode step
 _COPY_BYTES = 1 << 31
 _MATMUL = 8192
 _TRIES = 20
@@ -60,6 +61,8 @@ _TRIES = 20
 _HEAD_START_CYCLES = 2_000_000
 _QUANTIZED = {name: DTYPES[dtype] for name, dtype in QUANTIZED.items()}
 
+# Name, function to run, its bytes or operations, "bytes" or "flops".
+Case = tuple[str, Callable[[], object], float, str]
 Group = Callable[[torch.device], list[Case]]
 # Seconds of one run on the device.
 Seconds = Callable[[Callable[[], object]], float]
@@ -222,7 +225,7 @@ def latent(device: torch.device) -> list[Case]:
         for shape in ((heads, nope + rope), (heads, nope), (rope,), (heads, value))
     )
     run = partial(
-        dense_prefill_attention,
+        launch_dense_prefill_attention,
         q,
         k,
         shared,
@@ -240,7 +243,7 @@ def latent(device: torch.device) -> list[Case]:
     contexts = torch.full((_ROWS,), _CONTEXT, dtype=torch.int32, device=device)
     for num_heads in (16, 128):
         decode = partial(
-            latent_decode_attention,
+            launch_latent_decode_attention,
             torch.randn(_ROWS, num_heads, latent + rope, device=device, dtype=torch.bfloat16),
             pool,
             None,
@@ -267,13 +270,41 @@ def experts(device: torch.device) -> list[Case]:
     for name, num_tokens in (("decode", _ROWS), ("prefill", _PROMPT)):
         x = torch.randn(num_tokens, hidden, device=device, dtype=torch.bfloat16)
         chosen = torch.rand(num_tokens, num_experts, device=device).topk(per_token, dim=-1).indices
-        run = partial(fused_experts, x, gate_up, down, chosen)
+        run = partial(launch_fused_experts, x, gate_up, down, chosen)
         if name == "decode":
             weights = len(set(chosen.flatten().tolist())) * (gate_up[0].nbytes + down[0].nbytes)
             cases.append((f"fused_experts {name}", run, weights, "bytes"))
         else:
             flops = 2 * chosen.numel() * 3 * hidden * features
             cases.append((f"fused_experts {name}", run, flops, "flops"))
+    return cases
+
+
+def few_tokens(device: torch.device) -> list[Case]:
+    """Return cases limited by the latency of memory rather than by its bandwidth.
+
+    Routing with sorting of Qwen3 30B-A3B, and query absorption with row storage of DeepSeek-V2-Lite and V3.
+    """
+    cases: list[Case] = []
+    rule = ChoiceRule(num_choices=8, normalizes_weights=True)
+    weight = torch.randn(128, 2048, device=device, dtype=torch.bfloat16)
+    nope, rope, latent = 128, 64, 512
+    pool = torch.zeros(_FEW[-1], 1, 1, _S, latent + rope, device=device, dtype=torch.bfloat16)
+    norm = torch.ones(latent, device=device, dtype=torch.bfloat16)
+    for num_tokens in _FEW:
+        x = torch.randn(num_tokens, 2048, device=device, dtype=torch.bfloat16)
+        choose = partial(launch_route, x, weight, None, new_counters(device), rule, is_exact=False)
+        cases.append((f"route {num_tokens}", choose, weight.nbytes, "bytes"))
+        row = torch.randn(num_tokens, latent + rope, device=device, dtype=torch.bfloat16)
+        cos, sin = torch.randn(2, num_tokens, 1, rope // 2, device=device, dtype=torch.bfloat16)
+        slots = torch.arange(num_tokens, dtype=torch.int32, device=device)
+        for num_heads in (16, 128):
+            q = torch.randn(num_tokens, num_heads, nope + rope, device=device, dtype=torch.bfloat16)
+            key = torch.randn(num_heads, nope, latent, device=device, dtype=torch.bfloat16)
+            stored = (q, row, norm, 1e-6, cos, sin, pool, None, slots, key)
+            absorb = partial(launch_absorb_queries, *stored, is_interleaved=True)
+            num_bytes = key.nbytes + q.nbytes + q.nbytes * (latent + rope) // (nope + rope)
+            cases.append((f"absorb_queries {num_heads} heads {num_tokens}", absorb, num_bytes, "bytes"))
     return cases
 
 
@@ -293,7 +324,7 @@ def _decode(
     query_groups = QueryGroups.of(of_query_groups, most=num_queries, longest=max(lens))
     resident = resident_programs(has_scales=scales is not None)
     splits = Splits.of(contexts, most=num_queries, num_heads=_K, longest=max(lens), resident=resident)
-    return lambda: decode_attention(
+    return lambda: launch_decode_attention(
         q,
         codes,
         scales,
@@ -311,8 +342,8 @@ def _prefill(q: Tensor, codes: Tensor, scales: Tensor | None, blocks: Tensor) ->
     firsts, contexts = torch.tensor([[0], [_PROMPT]], dtype=torch.int32, device=device)
 
     def run() -> None:
-        k, v = gather_rows(codes, scales, blocks, q.dtype)
-        dense_prefill_attention(
+        k, v = launch_gather_rows(codes, scales, blocks, q.dtype)
+        launch_dense_prefill_attention(
             q, k, None, v, tiles=tiles, firsts_R=firsts, contexts_R=contexts, rule=_RULE, out_THW=out
         )
 
@@ -323,7 +354,7 @@ def _suffix(q: Tensor, codes: Tensor, scales: Tensor | None, blocks: Tensor) -> 
     """Return the attention of a few queries, which reads the blocks in place."""
     q, context = q[:_SUFFIX], _PREFIX + _SUFFIX
     return partial(
-        prefill_attention,
+        launch_prefill_attention,
         q,
         codes,
         scales,
@@ -338,5 +369,4 @@ def _suffix(q: Tensor, codes: Tensor, scales: Tensor | None, blocks: Tensor) -> 
 GROUPS: Sequence[Group] = (copies, elementwise, attention, latent, experts, few_tokens)
 
 if __name__ == "__main__":
-    requested_shapes(__doc__)
     print(json.dumps(bench_kernels()))

@@ -11,14 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels.moe.fused_experts import fused_experts
-from engine.kernels.moe.quantized_experts import coded_experts
+from engine.kernels.moe.fused_experts import launch_coded_experts, launch_fused_experts
 from engine.kernels.quant.code_panels import CodePanels
 from engine.kernels.quant.code_words import E4M3, NIBBLES
 from engine.layers.code_parts import CodeRows, panels_of
-from engine.layers.int8_matrix import Int8Matrix
 from engine.layers.layers import Matrix
-from engine.layers.low_bit_matrix import CodedMatrix
+from engine.layers.low_bit_matrix import CodedMatrix, Int8Matrix
 
 # T tokens, I input features, O output features, G groups of inputs
 
@@ -67,9 +65,9 @@ def _experts(device: torch.device, seconds: Seconds, copy_bytes_s: float) -> Ite
     for name, num_tokens in (("decode", 64), ("prefill", 8192)):
         x_TE = _random(num_tokens, hidden, device)
         chosen = torch.rand(num_tokens, num_experts, device=device).topk(per_token, dim=-1).indices
-        in_bf16 = seconds(partial(fused_experts, x_TE, plain[0], plain[1], chosen))
+        in_bf16 = seconds(partial(launch_fused_experts, x_TE, plain[0], plain[1], chosen))
         assert coded[0] is not None and coded[1] is not None
-        took = seconds(partial(coded_experts, x_TE, coded[0], coded[1], chosen))
+        took = seconds(partial(launch_coded_experts, x_TE, coded[0], coded[1], chosen))
         # The choices of 64 tokens hit every expert.
         num_bytes = coded[0].num_bytes + coded[1].num_bytes
         yield _result(f"coded_experts fp8 {name}", took, num_bytes, copy_bytes_s, in_bf16)

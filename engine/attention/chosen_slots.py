@@ -14,10 +14,10 @@ from torch import Tensor
 
 from engine.attention.chosen_positions import IndexedTokens, Seekers
 from engine.attention.latent_heads import Expansion
-from engine.kernels.attention.best_positions import best_slots
-from engine.kernels.attention.index_scores import RESIDENT, TILE_QUERIES, index_scores
+from engine.kernels.attention.best_positions import launch_best_slots
+from engine.kernels.attention.index_scores import RESIDENT, TILE_QUERIES, launch_index_scores
 from engine.kernels.attention.kv_splits import Splits
-from engine.kernels.attention.latent_attention import latent_decode_attention, splits_of_latents
+from engine.kernels.attention.latent_attention import launch_latent_decode_attention, splits_of_latents
 from engine.kernels.language import cdiv
 from engine.kv.pool import KVPool
 
@@ -86,7 +86,7 @@ class ChoosingQueries:
     def choose(self, indexed: IndexedTokens, pool: KVPool, layer: int) -> None:
         """Choose positions by the index keys in the pool, for this layer and the next ones without an indexer."""
         scores_QL = torch.empty(len(self), self._width, dtype=torch.float32, device=pool.device)
-        index_scores(
+        launch_index_scores(
             indexed.q_TGI[self.tokens_Q],
             indexed.weights_TG[self.tokens_Q],
             *pool.layer(layer),
@@ -96,7 +96,7 @@ class ChoosingQueries:
             splits=self._scoring,
             scores_QL=scores_QL,
         )
-        self._slots_QU = best_slots(
+        self._slots_QU = launch_best_slots(
             scores_QL,
             self._contexts_Q,
             self._tables_RB,
@@ -109,7 +109,7 @@ class ChoosingQueries:
         """Attend to the chosen positions: (Q, H, W)."""
         assert self._slots_QU is not None, "no layer has chosen positions"
         codes, scales = pool.layer(layer)
-        return latent_decode_attention(
+        return launch_latent_decode_attention(
             absorbed_QHJ,
             codes.view(-1, 1, 1, 1, codes.shape[-1]),
             None if scales is None else scales.view(-1, 1, 1, 1),

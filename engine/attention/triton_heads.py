@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention.gathered_kv import GatheredRows
 from engine.attention.heads import Heads, WindowedHeads
 from engine.attention.layer_attention import Angles, LayerAttention
-from engine.batch.device_batch import DeviceBatch, PromptRows
-from engine.kernels.attention.attention_rule import AttentionRule
-from engine.kernels.attention.decode_attention import decode_attention, resident_programs
-from engine.kernels.attention.dense_prefill import dense_prefill_attention
-from engine.kernels.attention.gather_rows import gather_rows
+from engine.batch.device_batch import DeviceBatch, PromptRows, upload
+from engine.kernels.attention.decode_attention import launch_decode_attention, resident_programs
+from engine.kernels.attention.dense_prefill import launch_dense_prefill_attention
+from engine.kernels.attention.gather_rows import launch_gather_rows
 from engine.kernels.attention.kv_splits import Splits
-from engine.kernels.attention.prefill_attention import prefill_attention
-from engine.kernels.attention.query_groups import QueryGroups
+from engine.kernels.attention.prefill_attention import launch_prefill_attention
+from engine.kernels.attention.queries import QueryGroups
 from engine.kernels.attention.rotary import rotate
-from engine.kernels.attention.store_heads import HeadNorms, store_heads
+from engine.kernels.attention.store_heads import HeadNorms, launch_store_heads
+from engine.kernels.language import cdiv
 from engine.kv.basis import KVBasis, change_basis
 from engine.kv.pool import KVPool
 
-# T tokens, R rows, H query heads and K kv heads of this rank, N = H + 2 K, D head_dim, F = D / 2, L keys of all prompts
+# T tokens, R rows, H query heads and K kv heads of this rank, N = H + 2 K, D head_dim, F = D / 2, L keys of all
+# prompts, N gathered blocks
 
 # From so many queries of a key on, on the average, gathering it costs less than reading blocks in place: of the rate of
 # matrix products, the kernels reach .63 and .50, over 8 bits about .25 (docs/benchmarks/gpu.md).
@@ -33,7 +36,7 @@ MOST_GATHERED_DIM = 256
 
 
 class KernelHeads:
-    """Implements engine.attention.heads.Heads with the Triton kernels; on a CPU, with their references.
+    """Implements engine.attention.heads.Heads with the Triton kernels.
 
     Rows with few queries use the decode kernel, other rows the prefill kernel. Both read the pool's blocks in place,
     except that keys seen by many queries are gathered first.
@@ -63,7 +66,7 @@ class KernelHeads:
             return self._store_in_basis(attention, attention.basis, heads_TND)
         # A layer's norms share their epsilon.
         eps = next((norm.eps for norm in norms if norm is not None), 0.0)
-        return store_heads(
+        return launch_store_heads(
             heads_TND,
             *angles,
             *self._pool.layer(attention.layer),
@@ -72,34 +75,33 @@ class KernelHeads:
         )
 
     def attend(self, attention: LayerAttention, q_THD: Tensor) -> Tensor:
-        layer, rule = attention.layer, attention.rule
         out_THD = torch.empty_like(q_THD)
         if query_groups := self._batch.query_groups:
-            decode_attention(
+            launch_decode_attention(
                 q_THD,
-                *self._pool.layer(layer),
+                *self._pool.layer(attention.layer),
                 query_groups=query_groups,
-                rule=rule,
+                rule=attention,
                 splits=self._splits_of(attention, query_groups),
                 out_THD=out_THD,
             )
-        sees_all = rule.window is None and rule.chunk is None
+        sees_all = attention.window is None and attention.chunk is None
         if self._gathered and sees_all and q_THD.shape[-1] <= MOST_GATHERED_DIM:
-            self._attend_gathered(layer, rule, q_THD, self._gathered, out_THD)
+            self._attend_gathered(attention, q_THD, self._gathered, out_THD)
         elif prompts := self._batch.prompts:
-            prefill_attention(
+            launch_prefill_attention(
                 q_THD,
-                *self._pool.layer(layer),
+                *self._pool.layer(attention.layer),
                 tiles=prompts.tiles,
                 tables_RB=prompts.tables_RB,
                 contexts_R=prompts.contexts_R,
-                rule=rule,
+                rule=attention,
                 out_THD=out_THD,
             )
         return out_THD if attention.basis is None else change_basis(out_THD, attention.basis.outputs)
 
     def _store_in_basis(self, attention: LayerAttention, basis: KVBasis, heads_TND: Tensor) -> Tensor:
-        """Do the same as store_heads, in parts: a product with whole matrices does not pay per token."""
+        """Do the same as launch_store_heads, in parts: a product with whole matrices does not pay per token."""
         num_kv, angles = len(basis.keys), self._angles[attention.rope]
         parts = torch.split(heads_TND, [heads_TND.shape[1] - 2 * num_kv, num_kv, num_kv], dim=1)
         norms = (attention.q_norm, attention.k_norm, attention.v_norm)
@@ -109,12 +111,12 @@ class KernelHeads:
         return q_THD
 
     def _attend_gathered(
-        self, layer: int, rule: AttentionRule, q_THD: Tensor, gathered: GatheredRows, out_THD: Tensor
+        self, attention: LayerAttention, q_THD: Tensor, gathered: GatheredRows, out_THD: Tensor
     ) -> None:
         prompts = self._batch.prompts
         assert prompts is not None
-        k_LKD, v_LKD = gather_rows(*self._pool.layer(layer), gathered.blocks_N, q_THD.dtype)
-        dense_prefill_attention(
+        k_LKD, v_LKD = launch_gather_rows(*self._pool.layer(attention.layer), gathered.blocks_N, q_THD.dtype)
+        launch_dense_prefill_attention(
             q_THD,
             k_LKD,
             None,
@@ -122,7 +124,7 @@ class KernelHeads:
             tiles=prompts.tiles,
             firsts_R=gathered.firsts_R,
             contexts_R=prompts.contexts_R,
-            rule=rule,
+            rule=attention,
             out_THW=out_THD,
         )
 
@@ -158,3 +160,24 @@ def is_worth_gathering(prompts: PromptRows, pool: KVPool, dtype: torch.dtype) ->
         return False
     seen = sum(queries * keys for queries, keys in zip(prompts.query_lens, prompts.context_lens, strict=True))
     return seen >= num_keys * (MIN_QUERIES_OF_CODES if layout.has_scales else MIN_QUERIES)
+
+
+@dataclass(frozen=True)
+class GatheredRows:
+    """Blocks that hold all positions of each prompt, or a range of them, one row after the other."""
+
+    # int32 block ids.
+    blocks_N: Tensor
+    # int32 offset of each row's keys among the keys of all blocks.
+    firsts_R: Tensor
+
+    @classmethod
+    def of(cls, rows: PromptRows, pool: KVPool, begin: int = 0, end: int | None = None) -> GatheredRows:
+        """Select the blocks of positions [begin, end) of each row; both are multiples of the block size."""
+        block_size = pool.layout.block_size
+        first, last = begin // block_size, None if end is None else end // block_size
+        counts = [cdiv(length, block_size) for length in rows.context_lens]
+        parts = [table[:count][first:last] for table, count in zip(rows.tables_RB, counts, strict=True)]
+        begins = np.cumsum([0, *(len(part) for part in parts)])[:-1] * block_size
+        (firsts_R,) = upload([begins], pool.device)
+        return cls(torch.cat(parts), firsts_R)

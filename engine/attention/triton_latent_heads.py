@@ -9,15 +9,15 @@ from torch import Tensor
 
 from engine.attention.chosen_positions import IndexedTokens, Seekers
 from engine.attention.chosen_slots import ChoosingQueries
-from engine.attention.gathered_kv import GatheredRows
 from engine.attention.latent_heads import Expansion, Rotation
+from engine.attention.triton_heads import GatheredRows
 from engine.batch.device_batch import DeviceBatch, PromptRows
-from engine.kernels.attention.absorb_queries import absorb_queries
+from engine.kernels.attention.absorb_queries import launch_absorb_queries
 from engine.kernels.attention.attention_rule import AttentionRule
-from engine.kernels.attention.dense_prefill import Carry, Slice, dense_prefill_attention
+from engine.kernels.attention.dense_prefill import Carry, Slice, launch_dense_prefill_attention
 from engine.kernels.attention.kv_splits import Splits
-from engine.kernels.attention.latent_attention import latent_decode_attention, splits_of_latents
-from engine.kernels.attention.store_latents import store_latents
+from engine.kernels.attention.latent_attention import launch_latent_decode_attention, splits_of_latents
+from engine.kernels.attention.store_latents import launch_store_latents
 from engine.kernels.language import cdiv
 from engine.kv.pool import KVPool
 from engine.layers.layers import RMSNorm
@@ -31,7 +31,7 @@ EXPANDED_BYTES = 1 << 29
 
 
 class KernelLatentHeads:
-    """Implements LatentHeads with the Triton kernels; on a CPU, with their references.
+    """Implements LatentHeads with the Triton kernels.
 
     Rows with one query read the pool's rows in place. For the others, the rows of all prompts are gathered and expanded
     once for all heads: L * H * (N + W) numbers, up to EXPANDED_BYTES at a time. As in KernelHeads, launches for rows
@@ -79,11 +79,11 @@ class KernelLatentHeads:
         rotation = self._rotation
         stored = (q_THD, row_TJ, norm.weight, norm.eps, rotation.cos_T1F, rotation.sin_T1F, *self._pool.layer(layer))
         if self._prompts is None:
-            return absorb_queries(
+            return launch_absorb_queries(
                 *stored, self._batch.slots_T, expansion.key_HNC, is_interleaved=rotation.is_interleaved
             )
         rotated_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
-        store_latents(*stored, self._batch.slots_T, is_interleaved=rotation.is_interleaved, out_THN=rotated_THD)
+        launch_store_latents(*stored, self._batch.slots_T, is_interleaved=rotation.is_interleaved, out_THN=rotated_THD)
         return rotated_THD
 
     def _find_choosing(self, top_k: int, expansion: Expansion) -> None:
@@ -129,7 +129,7 @@ class KernelLatentHeads:
         if self._splits is None:
             num_heads = absorbed_RHJ.shape[1]
             self._splits = splits_of_latents(singles.contexts_U, num_heads=num_heads, longest=singles.longest)
-        return latent_decode_attention(
+        return launch_latent_decode_attention(
             absorbed_RHJ,
             *self._pool.layer(layer),
             expansion.value_HWC,
@@ -175,7 +175,7 @@ class _Prompts:
                 torch.unflatten(latents_LC @ made_HOC.flatten(0, 1).T, 1, made_HOC.shape[:2])
                 for made_HOC in (expansion.key_HNC, expansion.value_HWC)
             )
-            dense_prefill_attention(
+            launch_dense_prefill_attention(
                 q_THD,
                 k_LHN,
                 keys_LP,

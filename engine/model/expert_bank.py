@@ -11,12 +11,10 @@ from torch import Tensor
 
 from engine.kernels.gated_mul import SILU, GatedActivation
 from engine.kernels.moe.expert_tiles import Tiles
-from engine.kernels.moe.fused_experts import ExpertBiases, fused_experts
-from engine.kernels.moe.quantized_experts import coded_experts
+from engine.kernels.moe.fused_experts import ExpertBiases, launch_coded_experts, launch_fused_experts
 from engine.kernels.quant.code_panels import CodePanels
-from engine.layers.int8_matrix import Int8Matrix
 from engine.layers.layers import Linear, Matrix, TorchMatrix
-from engine.layers.low_bit_matrix import CodedMatrix
+from engine.layers.low_bit_matrix import CodedMatrix, Int8Matrix
 
 # T tokens, E hidden_size, I features of one expert, X experts, C experts per token, N = T * C choices
 
@@ -85,7 +83,7 @@ class ExpertList:
 class ExpertStack:
     """Bank that computes all experts at once, from stacked matrices of one kind.
 
-    Tensors (X, 2 I, E) and (X, E, I), see kernels/moe/fused_experts.py; or low-bit ones, see quantized_experts.py.
+    Tensors (X, 2 I, E) and (X, E, I), or low-bit ones; see kernels/moe/fused_experts.py.
     """
 
     gate_up: Tensor | CodePanels
@@ -100,7 +98,7 @@ class ExpertStack:
     def __call__(
         self, x_TE: Tensor, chosen_TC: Tensor, tiles: Tiles | None = None, *, input_weights_TC: Tensor | None = None
     ) -> Tensor:
-        compute: Any = coded_experts if isinstance(self.gate_up, CodePanels) else fused_experts
+        compute: Any = launch_coded_experts if isinstance(self.gate_up, CodePanels) else launch_fused_experts
         out_TCE: Tensor = compute(
             x_TE,
             self.gate_up,

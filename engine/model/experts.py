@@ -21,9 +21,9 @@ from torch import Tensor
 
 from core.model.shape import Activation, ExpertsConfig, ModelConfig
 from engine.kernels.gated_mul import SILU, GatedActivation
-from engine.kernels.moe.expert_router import MOST_TOKENS, RoutedTokens, new_counters, route
+from engine.kernels.moe.expert_router import MOST_TOKENS, RoutedTokens, launch_route, new_counters
 from engine.kernels.moe.expert_sum import ExpertSum
-from engine.kernels.moe.top_k import ChoiceRule, choose_experts
+from engine.kernels.moe.top_k import ChoiceRule, launch_choose_experts, reference_choose_experts
 from engine.layers.layers import Linear, RMSNorm, RowParallelLinear, is_plain
 from engine.layers.residual import Residual
 from engine.layers.shards import ShardReader
@@ -350,9 +350,10 @@ class Routing:
 
     def __call__(self, x_TE: Tensor) -> RoutedTokens:
         """Return the experts of each token, best first, and their weights."""
-        if len(x_TE) > MOST_TOKENS:
-            return RoutedTokens(*choose_experts(self._logits(x_TE), self.bias_X, self.rule, self.factors_X))
-        return route(
+        if not can_fuse(x_TE):
+            choose = launch_choose_experts if x_TE.is_cuda else reference_choose_experts
+            return RoutedTokens(*choose(self._logits(x_TE), self.bias_X, self.rule, self.factors_X))
+        return launch_route(
             x_TE,
             self.weight_LE,
             self.bias_X,
@@ -369,3 +370,8 @@ class Routing:
             # Products of two 16-bit numbers are exact in fp32, which also accumulates them.
             return torch.mm(x_TE, self.weight_LE.T, out_dtype=torch.float32)
         return F.linear(x_TE.to(self.weight_LE.dtype), self.weight_LE, self.logit_bias_L)
+
+
+def can_fuse(x_TE: Tensor) -> bool:
+    """Return True if one kernel computes logits and choice."""
+    return x_TE.is_cuda and len(x_TE) <= MOST_TOKENS

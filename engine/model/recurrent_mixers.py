@@ -20,9 +20,13 @@ from torch import Tensor
 from core.model.recurrent import DeltaNetShape, MambaShape, ShortConvShape
 from engine.cpu import recurrent as cpu
 from engine.cpu.library import Kernels
-from engine.kernels.recurrent.causal_conv import causal_conv
-from engine.kernels.recurrent.gated_norm import gated_rms_norm, weighted
-from engine.kernels.recurrent.linear_recurrence import LinearRecurrence, linear_recurrence
+from engine.kernels.recurrent.causal_conv import launch_causal_conv, reference_causal_conv
+from engine.kernels.recurrent.gated_norm import launch_gated_rms_norm, reference_gated_rms_norm, weighted
+from engine.kernels.recurrent.linear_recurrence import (
+    LinearRecurrence,
+    launch_linear_recurrence,
+    reference_linear_recurrence,
+)
 from engine.kernels.recurrent.state_slots import LayerStates, StateSlots
 from engine.kv.layout import head_range
 from engine.layers.layers import Linear, RMSNorm, RowParallelLinear, is_plain
@@ -327,7 +331,8 @@ def _conv(
 ) -> Tensor:
     if kernels is not None and cpu.can_convolve(weight_WC):
         return cpu.causal_conv(kernels, x_TC, weight_WC, bias_C, states.conv_NLC, slots, activates=activates)
-    return causal_conv(x_TC, weight_WC, bias_C, states.conv_NLC, slots, activates=activates)
+    convolve = launch_causal_conv if x_TC.is_cuda else reference_causal_conv
+    return convolve(x_TC, weight_WC, bias_C, states.conv_NLC, slots, activates=activates)
 
 
 def _recur(
@@ -342,7 +347,7 @@ def _recur(
     inputs = rows_TC, dt_TH, beta_TH, recurrence, states.matrix_NHKV, slots
     if kernels is not None and cpu.can_recur(recurrence):
         return cpu.linear_recurrence(kernels, *inputs)
-    return linear_recurrence(*inputs)
+    return (launch_linear_recurrence if rows_TC.is_cuda else reference_linear_recurrence)(*inputs)
 
 
 def _gated_norm(
@@ -350,4 +355,5 @@ def _gated_norm(
 ) -> Tensor:
     if kernels is not None:
         return cpu.gated_rms_norm(kernels, x_TGD, z_TGD, weight_GD, eps, gates_first=gates_first)
-    return gated_rms_norm(x_TGD, z_TGD, weight_GD, eps, gates_first=gates_first)
+    norm = launch_gated_rms_norm if x_TGD.is_cuda else reference_gated_rms_norm
+    return norm(x_TGD, z_TGD, weight_GD, eps, gates_first=gates_first)

@@ -17,6 +17,7 @@ from engine.config import EngineConfig
 from engine.kernels.language import is_interpreted
 from engine.runner.runner import ModelRunner
 from tests.engine.gang import StartGang
+from tests.engine.kernels.launched import refer_on_cpu
 from tests.engine.kernels.patched_once import language_patched_once
 from tests.engine.tiny_models import MakeModel, MakeRunner, random_model, tiny_config
 from tests.support.forks import forks
@@ -27,6 +28,13 @@ MAX_RANKS = 4
 @pytest.fixture(scope="session", autouse=True)
 def fast_interpreter() -> Iterator[None]:
     with language_patched_once() if is_interpreted() else nullcontext():
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def references() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        refer_on_cpu(patch)
         yield
 
 

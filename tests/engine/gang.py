@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch.distributed import FileStore
 
@@ -24,6 +25,7 @@ from engine.runner.decode_graphs import Step
 from engine.runner.parallel import TensorParallel
 from engine.runner.runner import ModelRunner
 from engine.tools.offline import generate
+from tests.engine.kernels.launched import refer_on_cpu
 from tests.engine.steps import step
 
 StartGang = Callable[..., list[Future[Any]]]  # start_gang(size, function, ...); see conftest.py
@@ -77,6 +79,7 @@ def normed_projection(
 
 def replayed_steps(place: Path, prefix: str, rank: int, size: int, directory: Path) -> tuple[list[torch.Tensor], int]:
     """Run decode steps of 1 to 3 rows with FakeReplays. Returns this rank's logits, and the number of replays."""
+    refer_on_cpu(pytest.MonkeyPatch())
     replays: list[int] = []
 
     def capture(recorded: Step) -> Step:

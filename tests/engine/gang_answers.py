@@ -27,6 +27,7 @@ from engine.scheduler.step import ScheduledStep
 from engine.scheduler.step_commands import Orders
 from tests.engine.asked import AMPLE, AnswerText, Asked, answers, check_with_leavers, letters_grammar, one_of_each_kind
 from tests.engine.gang import join
+from tests.engine.kernels.launched import refer_on_cpu
 from tests.engine.steps import VOCAB_SIZE, prompts
 from worker.gang_runner import GangRunner
 
@@ -110,6 +111,7 @@ def answers_by_replays(
 
     Returns the answers without and with async scheduling, and the number of replays.
     """
+    refer_on_cpu(pytest.MonkeyPatch())
     replays: list[Step] = []
 
     def capture(recorded: Step) -> Step:

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engine.kernels.attention.store_latents import reference_store_latents, store_row, turn_rows
+from engine.kernels.attention.store_latents import store_row, turn_rows
 from engine.kernels.language import cdiv, jit, power_of_2, tl
 from engine.kernels.quant.row_quantization import as_bytes
 
@@ -23,73 +23,6 @@ from engine.kernels.quant.row_quantization import as_bytes
 # Tokens per program.
 _FEW, _MANY = 16, 64
 _BLOCK_C = 128
-
-
-def absorb_queries(
-    q_THQ: Tensor,
-    row_TD: Tensor,
-    norm_C: Tensor,
-    eps: float,
-    cos_T1F: Tensor,
-    sin_T1F: Tensor,
-    codes_B11SD: Tensor,
-    scales_B11S: Tensor | None,
-    slots_T: Tensor,
-    key_HNC: Tensor,
-    *,
-    is_interleaved: bool,
-) -> Tensor:
-    """Store rows at `slots_T`, as store_latents does, and return the absorbed queries (T, H, D).
-
-    q, row: dense in their last dimension, may be views. key: contiguous, of q's dtype. Products accumulate in fp32.
-    """
-    absorb = launch_absorb_queries if q_THQ.is_cuda else reference_absorb_queries
-    return absorb(
-        q_THQ,
-        row_TD,
-        norm_C,
-        eps,
-        cos_T1F,
-        sin_T1F,
-        codes_B11SD,
-        scales_B11S,
-        slots_T,
-        key_HNC,
-        is_interleaved=is_interleaved,
-    )
-
-
-def reference_absorb_queries(
-    q_THQ: Tensor,
-    row_TD: Tensor,
-    norm_C: Tensor,
-    eps: float,
-    cos_T1F: Tensor,
-    sin_T1F: Tensor,
-    codes_B11SD: Tensor,
-    scales_B11S: Tensor | None,
-    slots_T: Tensor,
-    key_HNC: Tensor,
-    *,
-    is_interleaved: bool,
-) -> Tensor:
-    latent_dim, rope_dim = key_HNC.shape[2], 2 * cos_T1F.shape[-1]
-    out_THD = q_THQ.new_empty(*q_THQ.shape[:2], latent_dim + rope_dim)
-    reference_store_latents(
-        q_THQ,
-        row_TD,
-        norm_C,
-        eps,
-        cos_T1F,
-        sin_T1F,
-        codes_B11SD,
-        scales_B11S,
-        slots_T,
-        is_interleaved=is_interleaved,
-        out_THN=out_THD[..., latent_dim:],
-    )
-    out_THD[..., :latent_dim] = torch.einsum("thn,hnc->thc", q_THQ[..., : key_HNC.shape[1]], key_HNC)
-    return out_THD
 
 
 def launch_absorb_queries(
@@ -106,13 +39,17 @@ def launch_absorb_queries(
     *,
     is_interleaved: bool,
 ) -> Tensor:
+    """Store rows at `slots_T`, as launch_store_latents does, and return the absorbed queries (T, H, D).
+
+    q, row: dense in their last dimension, may be views. key: contiguous, of q's dtype. Products accumulate in fp32.
+    """
     (num_tokens, num_heads, _), (_, nope_dim, latent_dim) = q_THQ.shape, key_HNC.shape
-    rope_dim, has_scales = 2 * cos_T1F.shape[-1], scales_B11S is not None
+    rope_dim = 2 * cos_T1F.shape[-1]
     assert q_THQ.stride(-1) == row_TD.stride(-1) == 1 and codes_B11SD.is_contiguous() and key_HNC.is_contiguous()
     out_THD = torch.empty(num_tokens, num_heads, latent_dim + rope_dim, dtype=q_THQ.dtype, device=q_THQ.device)
     codes = as_bytes(codes_B11SD)
     # View in which rotated keys are bf16 numbers.
-    exact = codes_B11SD.view(torch.bfloat16) if has_scales else codes_B11SD
+    exact = codes_B11SD if scales_B11S is None else codes_B11SD.view(torch.bfloat16)
     block_t = _FEW if num_tokens <= _FEW else _MANY
     parts = cdiv(latent_dim, _BLOCK_C)
     _absorb_queries[(num_tokens + cdiv(num_tokens, block_t) * num_heads * parts,)](
@@ -123,7 +60,7 @@ def launch_absorb_queries(
         sin_T1F.contiguous(),
         codes,
         exact,
-        scales_B11S if has_scales else codes,
+        scales_B11S,
         slots_T,
         key_HNC,
         out_THD,
@@ -146,7 +83,6 @@ def launch_absorb_queries(
         BLOCK_ROW=power_of_2(latent_dim),
         BLOCK_F=power_of_2(rope_dim // 2),
         IS_INTERLEAVED=is_interleaved,
-        HAS_SCALES=has_scales,
         num_warps=4,
     )
     return out_THD
@@ -184,7 +120,6 @@ def _absorb_queries(
     BLOCK_ROW: tl.constexpr,
     BLOCK_F: tl.constexpr,
     IS_INTERLEAVED: tl.constexpr,
-    HAS_SCALES: tl.constexpr,
 ) -> None:
     """One program: the row of one token; or BLOCK_C latent features of one head's queries, for BLOCK_T tokens."""
     f = tl.arange(0, BLOCK_F)
@@ -192,7 +127,7 @@ def _absorb_queries(
     if program < num_tokens:
         store_row(
             rows, norm, cos, sin, codes, exact, scales, slots, program.to(tl.int64), row_stride, eps,
-            C, F, X, WIDTH, EXACT_WIDTH, BLOCK_ROW, BLOCK_F, IS_INTERLEAVED, HAS_SCALES,
+            C, F, X, WIDTH, EXACT_WIDTH, BLOCK_ROW, BLOCK_F, IS_INTERLEAVED,
         )  # fmt: skip
     else:
         place = program - num_tokens

@@ -18,19 +18,6 @@ from engine.kernels.language import jit, tl
 KEYS_AT_ONCE = 2048
 
 
-def best_slots(
-    scores_QL: Tensor, contexts_Q: Tensor, tables_RB: Tensor, *, tile: int, block_size: int, top_k: int
-) -> Tensor:
-    """Return the places in the pool (block id * block_size + offset) of each query's best positions: (Q, U) int32.
-
-    scores: fp32, finite, dense in L; those of queries that see at most top_k positions may be any numbers. contexts:
-    (Q,) int32 positions that each query sees. tables: (R, B) int32 block ids of each `tile` queries; its rows may be
-    one row, expanded. U: top_k; arbitrary numbers follow the places of a query that sees fewer.
-    """
-    choose = launch_best_slots if scores_QL.is_cuda else reference_best_slots
-    return choose(scores_QL, contexts_Q, tables_RB, tile=tile, block_size=block_size, top_k=top_k)
-
-
 def best_positions(scores_QL: Tensor, contexts_Q: Tensor, top_k: int) -> Tensor:
     """Return the best positions of each query in order, (Q, min(top_k, L)). Ones past its context come last.
 
@@ -46,22 +33,15 @@ def best_positions(scores_QL: Tensor, contexts_Q: Tensor, top_k: int) -> Tensor:
     return is_best_QL.nonzero()[:, 1].view(-1, num)
 
 
-def reference_best_slots(
-    scores_QL: Tensor, contexts_Q: Tensor, tables_RB: Tensor, *, tile: int, block_size: int, top_k: int
-) -> Tensor:
-    scores_QL = scores_QL[:, : tables_RB.shape[1] * block_size]
-    scores_QL = scores_QL.masked_fill(contexts_Q[:, None] <= top_k, 0)
-    positions_QU = best_positions(scores_QL, contexts_Q, top_k)
-    rows_Q = torch.arange(len(scores_QL), device=scores_QL.device) // tile
-    blocks_QU = tables_RB[rows_Q].long().gather(1, positions_QU // block_size)
-    slots_QU = scores_QL.new_full((len(scores_QL), top_k), -1, dtype=torch.int32)
-    slots_QU[:, : positions_QU.shape[1]] = blocks_QU * block_size + positions_QU % block_size
-    return slots_QU
-
-
 def launch_best_slots(
     scores_QL: Tensor, contexts_Q: Tensor, tables_RB: Tensor, *, tile: int, block_size: int, top_k: int
 ) -> Tensor:
+    """Return the places in the pool (block id * block_size + offset) of each query's best positions: (Q, U) int32.
+
+    scores: fp32, finite, dense in L; those of queries that see at most top_k positions may be any numbers. contexts:
+    (Q,) int32 positions that each query sees. tables: (R, B) int32 block ids of each `tile` queries; its rows may be
+    one row, expanded. U: top_k; arbitrary numbers follow the places of a query that sees fewer.
+    """
     slots_QU = torch.empty(len(scores_QL), top_k, dtype=torch.int32, device=scores_QL.device)
     assert scores_QL.stride(1) == tables_RB.stride(1) == 1
     _choose_slots[(len(scores_QL),)](

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.kernels.attention.attention_rule import AttentionRule, sink_of
 from engine.kernels.attention.online_softmax import weigh
-from engine.kernels.attention.query_tiles import TILE_QUERIES, QueryTiles
+from engine.kernels.attention.queries import TILE_QUERIES, QueryTiles
 from engine.kernels.language import descriptor, has_tile_copies, jit, power_of_2, tl
 
 # T tokens of the step, L keys of all rows, H query heads of this rank, K kv heads, N per-head key dim,
@@ -58,7 +58,7 @@ class Slice:
 WHOLE = Slice(0, 1 << 30, is_last=True)
 
 
-def dense_prefill_attention(
+def launch_dense_prefill_attention(
     q_THD: Tensor,
     k_LKN: Tensor,
     shared_LP: Tensor | None,
@@ -78,90 +78,6 @@ def dense_prefill_attention(
     slice writes out, at the tiles' queries only.
     """
     assert rule.window is None and rule.chunk is None
-    attend = launch_dense_prefill_attention if q_THD.is_cuda else reference_dense_prefill_attention
-    attend(
-        q_THD,
-        k_LKN,
-        shared_LP,
-        v_LKW,
-        tiles=tiles,
-        firsts_R=firsts_R,
-        contexts_R=contexts_R,
-        rule=rule,
-        out_THW=out_THW,
-        part=part,
-    )
-
-
-def reference_dense_prefill_attention(
-    q_THD: Tensor,
-    k_LKN: Tensor,
-    shared_LP: Tensor | None,
-    v_LKW: Tensor,
-    *,
-    tiles: QueryTiles,
-    firsts_R: Tensor,
-    contexts_R: Tensor,
-    rule: AttentionRule,
-    out_THW: Tensor,
-    part: Slice = WHOLE,
-) -> None:
-    rows = (tiles.begins_R, tiles.lengths_R, firsts_R, contexts_R)
-    group = q_THD.shape[1] // k_LKN.shape[1]
-    for begin, length, first, context in zip(*(numbers.tolist() for numbers in rows), strict=True):
-        low, high = min(part.begin, context), min(part.end, context)
-        queries, keys = slice(begin, begin + length), slice(first, first + high - low)
-        k_LHD = k_LKN[keys].float().repeat_interleave(group, 1)
-        if shared_LP is not None:
-            k_LHD = torch.cat((k_LHD, shared_LP[keys].float().unsqueeze(1).expand(-1, k_LHD.shape[1], -1)), dim=-1)
-        scores_HQL = torch.einsum("qhd,lhd->hql", q_THD[queries].float(), k_LHD) * rule.scale
-        if rule.soft_cap is not None:
-            scores_HQL = (scores_HQL / rule.soft_cap).tanh() * rule.soft_cap
-        positions_Q1 = torch.arange(context - length, context, device=q_THD.device).unsqueeze(-1)
-        is_hidden_QL = torch.arange(low, high, device=q_THD.device) > positions_Q1
-        scores_HQL = scores_HQL.masked_fill(is_hidden_QL, -torch.inf)
-        v_LHW = v_LKW[keys].float().repeat_interleave(group, 1)
-        _reference_merge(scores_HQL, v_LHW, rule.sinks_H, queries, out_THW, part)
-
-
-def _reference_merge(
-    scores_HQL: Tensor, v_LHW: Tensor, sinks_H: Tensor | None, queries: slice, out_THW: Tensor, part: Slice
-) -> None:
-    out_QHW = torch.zeros(scores_HQL.shape[1], *v_LHW.shape[1:], device=v_LHW.device)
-    largest_HQ = scores_HQL.new_full(scores_HQL.shape[:2], -torch.inf)
-    total_HQ = torch.zeros_like(largest_HQ)
-    if part.carry is not None and part.begin:
-        out_QHW, largest_HQ = part.carry.out_THW[queries], part.carry.largest_TH[queries].T
-        total_HQ = part.carry.total_TH[queries].T
-    elif sinks_H is not None:
-        largest_HQ, total_HQ = sinks_H.unsqueeze(-1).expand_as(largest_HQ), torch.ones_like(total_HQ)
-    if scores_HQL.shape[2]:
-        grown_HQ = torch.maximum(largest_HQ, scores_HQL.amax(-1))
-        weights_HQL = (scores_HQL - grown_HQ.unsqueeze(-1)).exp()
-        fade_HQ = (largest_HQ - grown_HQ).exp()
-        out_QHW = out_QHW * fade_HQ.T.unsqueeze(-1) + torch.einsum("hql,lhw->qhw", weights_HQL, v_LHW)
-        largest_HQ, total_HQ = grown_HQ, total_HQ * fade_HQ + weights_HQL.sum(-1)
-    if part.is_last:
-        out_THW[queries] = (out_QHW / total_HQ.T.unsqueeze(-1)).to(out_THW.dtype)
-    else:
-        assert part.carry is not None
-        part.carry.out_THW[queries], part.carry.largest_TH[queries] = out_QHW, largest_HQ.T
-        part.carry.total_TH[queries] = total_HQ.T
-
-
-def launch_dense_prefill_attention(
-    q_THD: Tensor,
-    k_LKN: Tensor,
-    shared_LP: Tensor | None,
-    v_LKW: Tensor,
-    *,
-    tiles: QueryTiles,
-    firsts_R: Tensor,
-    contexts_R: Tensor,
-    rule: AttentionRule,
-    out_THW: Tensor,
-    part: Slice = WHOLE,
-) -> None:
     num_heads, num_kv_heads = q_THD.shape[1], k_LKN.shape[1]
     nope_dim, value_dim = k_LKN.shape[2], v_LKW.shape[2]
     rope_dim = 0 if shared_LP is None else shared_LP.shape[1]

@@ -14,7 +14,6 @@ from engine.kernels.quant.hadamard import unrotate_tile
 from engine.kernels.quant.row_quantization import (
     INT4,
     as_bytes,
-    dequantize_rows,
     from_code,
     nibbles_in_columns,
     scale_and_zero,
@@ -23,36 +22,18 @@ from engine.kernels.quant.row_quantization import (
 # N gathered blocks, L = N * S keys, B blocks of the pool, K kv heads, S block_size, D head_dim
 
 
-def gather_rows(
-    codes_B2KSD: Tensor, scales_B2KS: Tensor | None, blocks_N: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Return the blocks' keys and values as `dtype`, each (L, K, D). blocks: int32."""
-    gather = launch_gather_rows if codes_B2KSD.is_cuda else reference_gather_rows
-    return gather(codes_B2KSD, scales_B2KS, blocks_N, dtype)
-
-
-def reference_gather_rows(
-    codes_B2KSD: Tensor, scales_B2KS: Tensor | None, blocks_N: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    kv_N2KSD = as_bytes(codes_B2KSD)[blocks_N.long()].view(codes_B2KSD.dtype)
-    if scales_B2KS is not None:
-        kv_N2KSD = dequantize_rows(kv_N2KSD, scales_B2KS[blocks_N.long()], dtype)
-    k_LKD, v_LKD = kv_N2KSD.to(dtype).permute(1, 0, 3, 2, 4).flatten(1, 2).contiguous()
-    return k_LKD, v_LKD
-
-
 def launch_gather_rows(
     codes_B2KSD: Tensor, scales_B2KS: Tensor | None, blocks_N: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
+    """Return the blocks' keys and values as `dtype`, each (L, K, D). blocks: int32."""
     _, _, num_heads, block_size, row_dim = codes_B2KSD.shape
     is_int4 = codes_B2KSD.dtype == INT4
     dim = 2 * row_dim if is_int4 else row_dim
     shape = (2, len(blocks_N) * block_size, num_heads, dim)
     k_LKD, v_LKD = torch.empty(shape, dtype=dtype, device=codes_B2KSD.device)
-    has_scales = scales_B2KS is not None
     _gather_rows[(len(blocks_N), num_heads)](
         as_bytes(codes_B2KSD),
-        scales_B2KS if has_scales else codes_B2KSD,
+        scales_B2KS,
         blocks_N,
         k_LKD,
         v_LKD,
@@ -61,7 +42,6 @@ def launch_gather_rows(
         D=dim,
         BLOCK_S=power_of_2(block_size),
         BLOCK_D=power_of_2(dim),
-        HAS_SCALES=has_scales,
         IS_INT4=is_int4,
         NATIVE=has_fp8_casts(codes_B2KSD.device),
     )
@@ -80,7 +60,6 @@ def _gather_rows(
     D: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    HAS_SCALES: tl.constexpr,
     IS_INT4: tl.constexpr,
     NATIVE: tl.constexpr,
 ) -> None:
@@ -90,8 +69,8 @@ def _gather_rows(
     mask = (s < S)[:, None] & (d < D)[None, :]
     source = (tl.load(blocks + n).to(tl.int64) * 2 * K + head) * S + s
     target = ((n * S + s) * K + head)[:, None] * D + d[None, :]
-    keys = load_rows(codes, scales, source, s < S, D, BLOCK_D, HAS_SCALES, IS_INT4, NATIVE)
-    values = load_rows(codes, scales, source + K * S, s < S, D, BLOCK_D, HAS_SCALES, IS_INT4, NATIVE)
+    keys = load_rows(codes, scales, source, s < S, D, BLOCK_D, IS_INT4, NATIVE)
+    values = load_rows(codes, scales, source + K * S, s < S, D, BLOCK_D, IS_INT4, NATIVE)
     tl.store(k + target, keys.to(k.dtype.element_ty), mask=mask)
     tl.store(v + target, values.to(v.dtype.element_ty), mask=mask)
 
@@ -104,7 +83,6 @@ def load_rows(
     is_row: tl.tensor,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    HAS_SCALES: tl.constexpr,
     IS_INT4: tl.constexpr,
     NATIVE: tl.constexpr,
 ) -> tl.tensor:
@@ -118,7 +96,7 @@ def load_rows(
         return unrotate_tile(tl.where((tl.arange(0, BLOCK_D) < D)[None, :], x, 0.0), D)
     d = tl.arange(0, BLOCK_D)
     x = tl.load(codes + rows[:, None] * D + d[None, :], mask=is_row[:, None] & (d < D)[None, :], other=0)
-    if HAS_SCALES:
+    if scales is not None:
         scale = tl.load(scales + rows, mask=is_row, other=0.0).to(tl.float32)
         x = from_code(x, tl.float32, NATIVE) * scale[:, None]
     return x

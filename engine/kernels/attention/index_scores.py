@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.kernels.attention.kv_splits import KEYS, Splits, blocks_of
 from engine.kernels.attention.online_softmax import places_of
-from engine.kernels.language import cdiv, jit, power_of_2, tl
+from engine.kernels.language import jit, power_of_2, tl
 
 # Q queries, R tiles, L keys, G index heads, I numbers of an index key, B blocks, S block_size
 
@@ -29,7 +29,17 @@ MOST_SCORE = 1e37
 RESIDENT = 2
 
 
-def index_scores(
+def finite_scores(scores_QL: Tensor) -> Tensor:
+    """Replace scores that are not finite, or nearly so, by the worst score."""
+    return torch.where(scores_QL.abs() < MOST_SCORE, scores_QL, -MOST_SCORE)
+
+
+def index_keys(codes_B11SD: Tensor, scales_B11S: Tensor | None, num: int) -> Tensor:
+    """Return a view of the index keys of a layer, (B, 1, 1, S, num)."""
+    return (codes_B11SD if scales_B11S is None else codes_B11SD.view(torch.bfloat16))[..., -num:]
+
+
+def launch_index_scores(
     q_QGI: Tensor,
     weights_QG: Tensor,
     codes_B11SD: Tensor,
@@ -47,66 +57,10 @@ def index_scores(
     with index keys. tile: queries per tile. tables: (R, B) int32 block ids; its rows may be one row, expanded.
     contexts: (R,) int32 keys of each tile; columns from there on keep their content. splits: Splits of these contexts.
     """
-    score = launch_index_scores if q_QGI.is_cuda else reference_index_scores
-    score(
-        q_QGI,
-        weights_QG,
-        codes_B11SD,
-        scales_B11S,
-        tile=tile,
-        tables_RB=tables_RB,
-        contexts_R=contexts_R,
-        splits=splits,
-        scores_QL=scores_QL,
-    )
-
-
-def finite_scores(scores_QL: Tensor) -> Tensor:
-    """Replace scores that are not finite, or nearly so, by the worst score."""
-    return torch.where(scores_QL.abs() < MOST_SCORE, scores_QL, -MOST_SCORE)
-
-
-def reference_index_scores(
-    q_QGI: Tensor,
-    weights_QG: Tensor,
-    codes_B11SD: Tensor,
-    scales_B11S: Tensor | None,
-    *,
-    tile: int,
-    tables_RB: Tensor,
-    contexts_R: Tensor,
-    splits: Splits,
-    scores_QL: Tensor,
-) -> None:
-    keys_BSI = _index_keys(codes_B11SD, scales_B11S, q_QGI.shape[2])[:, 0, 0]
-    for query, (q_GI, weights_G) in enumerate(zip(q_QGI, weights_QG, strict=True)):
-        context = int(contexts_R[query // tile])
-        blocks = tables_RB[query // tile, : cdiv(context, keys_BSI.shape[1])].long()
-        keys_LI = keys_BSI[blocks].flatten(0, 1)[:context].float()
-        scores_QL[query, :context] = finite_scores(weights_G @ (q_GI.float() @ keys_LI.T).relu_())
-
-
-def _index_keys(codes_B11SD: Tensor, scales_B11S: Tensor | None, num: int) -> Tensor:
-    """Return a view of the index keys of a layer, (B, 1, 1, S, num)."""
-    return (codes_B11SD if scales_B11S is None else codes_B11SD.view(torch.bfloat16))[..., -num:]
-
-
-def launch_index_scores(
-    q_QGI: Tensor,
-    weights_QG: Tensor,
-    codes_B11SD: Tensor,
-    scales_B11S: Tensor | None,
-    *,
-    tile: int,
-    tables_RB: Tensor,
-    contexts_R: Tensor,
-    splits: Splits,
-    scores_QL: Tensor,
-) -> None:
     num_queries, num_heads, dim = q_QGI.shape
     assert q_QGI.is_contiguous() and weights_QG.is_contiguous() and codes_B11SD.is_contiguous()
     assert tables_RB.stride(-1) == 1 and scores_QL.stride(-1) == 1
-    keys = _index_keys(codes_B11SD, scales_B11S, dim)
+    keys = index_keys(codes_B11SD, scales_B11S, dim)
     _score_keys[(len(splits.rows_W),)](
         q_QGI,
         weights_QG,

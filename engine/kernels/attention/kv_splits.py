@@ -56,10 +56,8 @@ class Splits:
 
         contexts: (R,) int32 keys of each row, at most `longest`. most: queries of a row; see QueryGroups. num_heads:
         number of programs per part, one for each head or group of heads. resident: programs that a multiprocessor runs
-        at once. On a CPU nothing is split.
+        at once.
         """
-        if not contexts_R.is_cuda:
-            return cls(contexts_R, contexts_R)
         processors = torch.cuda.get_device_properties(contexts_R.device).multi_processor_count
         target = processors * resident // num_heads
         possible = len(contexts_R) * cdiv(cdiv(longest, KEYS), _MIN_BLOCKS)

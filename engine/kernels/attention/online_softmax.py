@@ -11,15 +11,10 @@ value's scale its weights. int4: see decode_attention.py.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
-from engine.kernels.attention.attention_rule import AttentionRule, capped, is_in_reach
+from engine.kernels.attention.attention_rule import capped, is_in_reach
 from engine.kernels.language import jit, tl
 from engine.kernels.quant.code_words import widen
 from engine.kernels.quant.row_quantization import (
-    as_bytes,
-    dequantize_rows,
     from_code,
     from_codes,
     nibbles_in_columns,
@@ -28,41 +23,6 @@ from engine.kernels.quant.row_quantization import (
 )
 
 # M queries (or heads of one query), N keys, L keys of a row, B blocks, K kv heads, S block_size, D head_dim
-
-
-def gather_row(codes_B2KSD: Tensor, scales_B2KS: Tensor | None, table: Tensor, length: int) -> Tensor:
-    """Return keys and values of one block table, for the references: (2, K, L, D) fp32."""
-    table = table[: -(-length // codes_B2KSD.shape[3])].long()
-    if scales_B2KS is None:
-        kv_B2KSD = codes_B2KSD[table].float()
-    else:
-        codes = as_bytes(codes_B2KSD)[table].view(codes_B2KSD.dtype)
-        kv_B2KSD = dequantize_rows(codes, scales_B2KS[table], torch.float32)
-    return kv_B2KSD.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length]
-
-
-def reference_row(q_QHD: Tensor, kv_2KLD: Tensor, rule: AttentionRule) -> Tensor:
-    """Compute attention of the last Q positions of a row over its L keys, in fp32: (Q, H, D)."""
-    num_queries, num_heads, dim = q_QHD.shape
-    k_KLD, v_KLD = kv_2KLD
-    length = k_KLD.shape[1]
-    q_QKGD = q_QHD.float().view(num_queries, k_KLD.shape[0], -1, dim)
-    scores_QKGL = torch.einsum("qkgd,kld->qkgl", q_QKGD, k_KLD) * rule.scale
-    if rule.soft_cap is not None:
-        scores_QKGL = (scores_QKGL / rule.soft_cap).tanh() * rule.soft_cap
-    positions_Q1 = torch.arange(length - num_queries, length, device=q_QHD.device).unsqueeze(-1)
-    keys_L = torch.arange(length, device=q_QHD.device)
-    is_hidden_QL = keys_L > positions_Q1
-    if rule.window is not None:
-        is_hidden_QL |= keys_L <= positions_Q1 - rule.window
-    elif rule.chunk is not None:
-        is_hidden_QL |= keys_L < positions_Q1 // rule.chunk * rule.chunk
-    scores_QKGL = scores_QKGL.masked_fill(is_hidden_QL[:, None, None], -torch.inf)
-    if rule.sinks_H is not None:
-        sinks_QKG1 = rule.sinks_H.view(1, *scores_QKGL.shape[1:3], 1).expand(num_queries, -1, -1, -1)
-        scores_QKGL = torch.cat((scores_QKGL, sinks_QKG1), dim=-1)
-    weights_QKGL = scores_QKGL.softmax(-1)[..., :length]
-    return torch.einsum("qkgl,kld->qkgd", weights_QKGL, v_KLD).reshape(num_queries, num_heads, dim)
 
 
 @jit

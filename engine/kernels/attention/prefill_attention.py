@@ -1,6 +1,6 @@
 """Paged prefill attention: a prompt, or a chunk of one after a cached prefix.
 
-Queries are cut into tiles (query_tiles.py). For few queries over many keys, a tile's keys are split among programs too.
+Queries are cut into tiles (queries.py). For few queries over many keys, a tile's keys are split among programs too.
 Reads the pool's blocks in place; keys seen by many queries are gathered first, see dense_prefill.py.
 
 On an A100 and for wide heads, matrix operands come from registers, and 8-bit values would be loaded byte by byte. There
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from engine.kernels.attention.attention_rule import AttentionRule, sink_of
-from engine.kernels.attention.online_softmax import attend_block, gather_row, reference_row
-from engine.kernels.attention.query_tiles import TILE_QUERIES, QueryTiles
+from engine.kernels.attention.online_softmax import attend_block
+from engine.kernels.attention.queries import TILE_QUERIES, QueryTiles
 from engine.kernels.language import cdiv, has_fp8_casts, has_tile_copies, jit, power_of_2, tl
 from engine.kernels.quant.hadamard import rotate_queries, unrotate_tile
 from engine.kernels.quant.row_quantization import INT4, as_bytes
@@ -55,54 +55,6 @@ class Tile(NamedTuple):
         return cls(TILE_QUERIES, _KEYS // at_once, 8 if is_int4 and at_once == 2 else 4)
 
 
-def prefill_attention(
-    q_THD: Tensor,
-    codes_B2KSD: Tensor,
-    scales_B2KS: Tensor | None,
-    *,
-    tiles: QueryTiles,
-    tables_RB: Tensor,
-    contexts_R: Tensor,
-    rule: AttentionRule,
-    out_THD: Tensor,
-) -> None:
-    """Compute the attention of each row's queries, its last positions, to keys up to their own; see AttentionRule.
-
-    q, out: (T, H, D) bf16, fp16 or fp32; out is written at the tiles' queries only. codes, scales: a layer of the pool,
-    quantized or of q's dtype; see KVPool. tables: (R, B) int32 block ids; contexts: (R,) int32 keys, including those of
-    the queries.
-    """
-    attend = launch_prefill_attention if q_THD.is_cuda else reference_prefill_attention
-    attend(
-        q_THD,
-        codes_B2KSD,
-        scales_B2KS,
-        tiles=tiles,
-        tables_RB=tables_RB,
-        contexts_R=contexts_R,
-        rule=rule,
-        out_THD=out_THD,
-    )
-
-
-def reference_prefill_attention(
-    q_THD: Tensor,
-    codes_B2KSD: Tensor,
-    scales_B2KS: Tensor | None,
-    *,
-    tiles: QueryTiles,
-    tables_RB: Tensor,
-    contexts_R: Tensor,
-    rule: AttentionRule,
-    out_THD: Tensor,
-) -> None:
-    rows = zip(tiles.begins_R.tolist(), tiles.lengths_R.tolist(), tables_RB, contexts_R.tolist(), strict=True)
-    for begin, length, table, context in rows:
-        kv_2KLD = gather_row(codes_B2KSD, scales_B2KS, table, context)
-        queries = slice(begin, begin + length)
-        out_THD[queries] = reference_row(q_THD[queries], kv_2KLD, rule).to(out_THD.dtype)
-
-
 def launch_prefill_attention(
     q_THD: Tensor,
     codes_B2KSD: Tensor,
@@ -117,7 +69,12 @@ def launch_prefill_attention(
     codes_at_once: int | None = None,
     tile: Tile | None = None,
 ) -> None:
-    """Launch the kernel. num_splits, codes_at_once (1 or 2) and tile override the chosen values, for tests."""
+    """Compute the attention of each row's queries, its last positions, to keys up to their own; see AttentionRule.
+
+    q, out: (T, H, D) bf16, fp16 or fp32; out is written at the tiles' queries only. codes, scales: a layer of the pool,
+    quantized or of q's dtype; see KVPool. tables: (R, B) int32 block ids; contexts: (R,) int32 keys, including those of
+    the queries. num_splits, codes_at_once (1 or 2) and tile override the chosen values, for tests.
+    """
     _, num_heads, dim = q_THD.shape
     _, _, num_kv_heads, block_size, _ = codes_B2KSD.shape
     has_scales, is_int4 = scales_B2KS is not None, codes_B2KSD.dtype == INT4

@@ -12,11 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.kernels.attention.kv_write import reference_write_kv, store_rows
-from engine.kernels.attention.rotary import reference_rotate
+from engine.kernels.attention.kv_write import store_rows
 from engine.kernels.language import jit, power_of_2, tl
 from engine.kernels.quant.row_quantization import INT4, as_bytes
-from engine.kernels.rms_norm import reference_rms_norm
 
 # T tokens, H query heads and K kv heads of this rank, N = H + 2 K, D head_dim, F half of the rotated part, B blocks,
 # S block_size
@@ -31,7 +29,7 @@ class HeadNorms(NamedTuple):
     eps: float = 0.0
 
 
-def store_heads(
+def launch_store_heads(
     heads_TND: Tensor,
     cos_T1F: Tensor,
     sin_T1F: Tensor,
@@ -45,38 +43,6 @@ def store_heads(
     heads: (T, N, D), dense in D: queries, then keys, then values. cos, sin: (T, 1, F) of the same dtype. codes, scales,
     slots: as in write_kv; a negative slot stores nothing.
     """
-    store = launch_store_heads if heads_TND.is_cuda else reference_store_heads
-    return store(heads_TND, cos_T1F, sin_T1F, codes_B2KSD, scales_B2KS, slots_T, norms)
-
-
-def reference_store_heads(
-    heads_TND: Tensor,
-    cos_T1F: Tensor,
-    sin_T1F: Tensor,
-    codes_B2KSD: Tensor,
-    scales_B2KS: Tensor | None,
-    slots_T: Tensor,
-    norms: HeadNorms,
-) -> Tensor:
-    num_kv = codes_B2KSD.shape[2]
-    q_THD, k_TKD, v_TKD = heads_TND.tensor_split((-2 * num_kv, -num_kv), dim=1)
-    q_THD, k_TKD, v_TKD = (
-        x if weight is None else reference_rms_norm(x, weight, norms.eps)
-        for x, weight in zip((q_THD, k_TKD, v_TKD), norms[:3], strict=True)
-    )
-    reference_write_kv(codes_B2KSD, scales_B2KS, slots_T, reference_rotate(k_TKD, cos_T1F, sin_T1F), v_TKD)
-    return reference_rotate(q_THD, cos_T1F, sin_T1F)
-
-
-def launch_store_heads(
-    heads_TND: Tensor,
-    cos_T1F: Tensor,
-    sin_T1F: Tensor,
-    codes_B2KSD: Tensor,
-    scales_B2KS: Tensor | None,
-    slots_T: Tensor,
-    norms: HeadNorms,
-) -> Tensor:
     num_tokens, num_heads, dim = heads_TND.shape
     _, _, num_kv, block_size, _ = codes_B2KSD.shape
     num_q = num_heads - 2 * num_kv
@@ -89,7 +55,7 @@ def launch_store_heads(
         sin_T1F.contiguous(),
         *norms[:3],
         as_bytes(codes_B2KSD),
-        codes_B2KSD if scales_B2KS is None else scales_B2KS,
+        scales_B2KS,
         slots_T,
         q_THD,
         heads_TND.stride(0),
@@ -102,7 +68,6 @@ def launch_store_heads(
         F=cos_T1F.shape[-1],
         BLOCK_G=power_of_2(group),
         BLOCK_D=block_d,
-        HAS_SCALES=scales_B2KS is not None,
         IS_INT4=codes_B2KSD.dtype == INT4,
         num_warps=max(1, min(8, power_of_2(group) * block_d // 512)),
     )
@@ -131,7 +96,6 @@ def _store_heads(
     F: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    HAS_SCALES: tl.constexpr,
     IS_INT4: tl.constexpr,
 ) -> None:
     """One program: one kv head of one token, and the G query heads that share it."""
@@ -159,8 +123,8 @@ def _store_heads(
         v = _turned(k_row + K * head_stride, is_key, v_weight, c, s, eps, D, 0, BLOCK_D)
         place = (slot // S * 2 * K + head) * S + slot % S + one[:, None]
         is_row = one[:, None] == 0
-        store_rows(k, is_key, is_row, codes, scales, place, D, HAS_SCALES, IS_INT4)
-        store_rows(v, is_key, is_row, codes, scales, place + K * S, D, HAS_SCALES, IS_INT4)
+        store_rows(k, is_key, is_row, codes, scales, place, D, IS_INT4)
+        store_rows(v, is_key, is_row, codes, scales, place + K * S, D, IS_INT4)
 
 
 @jit

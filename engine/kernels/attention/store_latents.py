@@ -11,11 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.kernels.attention.kv_write import write_rows
-from engine.kernels.attention.rotary import reference_rotate
 from engine.kernels.language import cdiv, jit, power_of_2, tl
 from engine.kernels.quant.row_quantization import as_bytes, quantize_row
-from engine.kernels.rms_norm import normed, reference_rms_norm
+from engine.kernels.rms_norm import normed
 
 # T tokens, H query heads, B blocks, S block_size, C latent_dim, P rope_dim, F = P / 2, X numbers of an index key,
 # D = C + P + X, Q numbers of a query, of which the last P are rotated
@@ -23,7 +21,7 @@ from engine.kernels.rms_norm import normed, reference_rms_norm
 _HEADS_AT_ONCE = 8
 
 
-def store_latents(
+def launch_store_latents(
     q_THQ: Tensor,
     row_TD: Tensor,
     norm_C: Tensor,
@@ -44,74 +42,13 @@ def store_latents(
     (T, 1, F). codes, scales: a layer of a latent pool; see engine/kv/layout.py. out: dense in N; may be a view, but not
     of q.
     """
-    store = launch_store_latents if q_THQ.is_cuda else reference_store_latents
-    store(
-        q_THQ,
-        row_TD,
-        norm_C,
-        eps,
-        cos_T1F,
-        sin_T1F,
-        codes_B11SD,
-        scales_B11S,
-        slots_T,
-        is_interleaved=is_interleaved,
-        out_THN=out_THN,
-    )
-
-
-def reference_store_latents(
-    q_THQ: Tensor,
-    row_TD: Tensor,
-    norm_C: Tensor,
-    eps: float,
-    cos_T1F: Tensor,
-    sin_T1F: Tensor,
-    codes_B11SD: Tensor,
-    scales_B11S: Tensor | None,
-    slots_T: Tensor,
-    *,
-    is_interleaved: bool,
-    out_THN: Tensor,
-) -> None:
-    rope_dim = 2 * cos_T1F.shape[-1]
-
-    def turned(x_THP: Tensor) -> Tensor:
-        if is_interleaved:
-            x_THP = torch.unflatten(x_THP, -1, (-1, 2)).transpose(-1, -2).flatten(-2)
-        return reference_rotate(x_THP, cos_T1F, sin_T1F)
-
-    out_THN[..., -rope_dim:] = turned(q_THQ[..., -rope_dim:])
-    out_THN[..., :-rope_dim] = q_THQ[..., -out_THN.shape[-1] : -rope_dim]
-    latent_dim = len(norm_C)
-    latent_TC, key_TP, index_TX = row_TD.tensor_split((latent_dim, latent_dim + rope_dim), dim=-1)
-    latent_TC = reference_rms_norm(latent_TC, norm_C, eps)
-    kept_TD = torch.cat((latent_TC, turned(key_TP.unsqueeze(1)).squeeze(1), index_TX), dim=-1)
-    is_stored_T = slots_T >= 0
-    write_rows(codes_B11SD, scales_B11S, slots_T[is_stored_T], kept_TD[is_stored_T, None, None])
-
-
-def launch_store_latents(
-    q_THQ: Tensor,
-    row_TD: Tensor,
-    norm_C: Tensor,
-    eps: float,
-    cos_T1F: Tensor,
-    sin_T1F: Tensor,
-    codes_B11SD: Tensor,
-    scales_B11S: Tensor | None,
-    slots_T: Tensor,
-    *,
-    is_interleaved: bool,
-    out_THN: Tensor,
-) -> None:
     (num_tokens, num_heads, query_dim), rope_dim = q_THQ.shape, 2 * cos_T1F.shape[-1]
     assert q_THQ.stride(-1) == row_TD.stride(-1) == out_THN.stride(-1) == 1 and codes_B11SD.is_contiguous()
-    has_scales, latent_dim = scales_B11S is not None, len(norm_C)
+    latent_dim = len(norm_C)
     index_dim = row_TD.shape[1] - latent_dim - rope_dim
     codes = as_bytes(codes_B11SD)
     # View in which rotated keys are bf16 numbers.
-    exact = codes_B11SD.view(torch.bfloat16) if has_scales else codes_B11SD
+    exact = codes_B11SD if scales_B11S is None else codes_B11SD.view(torch.bfloat16)
     num_copied = out_THN.shape[-1] - rope_dim
     _store_latents[(num_tokens, 1 + cdiv(num_heads, _HEADS_AT_ONCE))](
         q_THQ[..., query_dim - rope_dim - num_copied :],
@@ -121,7 +58,7 @@ def launch_store_latents(
         sin_T1F.contiguous(),
         codes,
         exact,
-        scales_B11S if has_scales else codes,
+        scales_B11S,
         slots_T,
         out_THN,
         q_THQ.stride(0),
@@ -142,7 +79,6 @@ def launch_store_latents(
         BLOCK_C=power_of_2(latent_dim),
         BLOCK_F=power_of_2(rope_dim // 2),
         IS_INTERLEAVED=is_interleaved,
-        HAS_SCALES=has_scales,
         num_warps=2,
     )
 
@@ -177,14 +113,13 @@ def _store_latents(
     BLOCK_C: tl.constexpr,
     BLOCK_F: tl.constexpr,
     IS_INTERLEAVED: tl.constexpr,
-    HAS_SCALES: tl.constexpr,
 ) -> None:
     """One program: the row of one token (program 0 of axis 1), or BLOCK_H of its query heads."""
     token = tl.program_id(0).to(tl.int64)
     if tl.program_id(1) == 0:
         store_row(
             rows, norm, cos, sin, codes, exact, scales, slots, token, row_stride, eps,
-            C, F, X, WIDTH, EXACT_WIDTH, BLOCK_C, BLOCK_F, IS_INTERLEAVED, HAS_SCALES,
+            C, F, X, WIDTH, EXACT_WIDTH, BLOCK_C, BLOCK_F, IS_INTERLEAVED,
         )  # fmt: skip
     else:
         h = (tl.program_id(1) - 1) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -219,7 +154,6 @@ def store_row(
     BLOCK_C: tl.constexpr,
     BLOCK_F: tl.constexpr,
     IS_INTERLEAVED: tl.constexpr,
-    HAS_SCALES: tl.constexpr,
 ) -> None:
     """Store one token's row in its slot, if it has one."""
     slot = tl.load(slots + token).to(tl.int64)
@@ -229,7 +163,7 @@ def store_row(
         latent = tl.load(row + c, mask=c < C, other=0.0)
         weight = tl.load(norm + c, mask=c < C, other=0.0)
         latent = normed(latent.to(tl.float32), weight, C, eps, latent.dtype)
-        if HAS_SCALES:
+        if scales is not None:
             code, scale = quantize_row(latent[None, :].to(tl.float32), (c < C)[None, :], codes.dtype.element_ty)
             tl.store(codes + slot * WIDTH + c[None, :], code, mask=(c < C)[None, :])
             tl.store(scales + slot + one[:, None], scale.to(tl.bfloat16))

@@ -1,6 +1,6 @@
 """Fused MoE router for decode steps: logits, choice of experts, and sorting into tiles, in one kernel.
 
-    logits = x @ weight.T + bias          chosen, weights = choose(logits)          tiles = sort_into_tiles(chosen)
+    logits = x @ weight.T + bias          chosen, weights = choose(logits)          tiles = sorted(chosen)
 
 See top_k.py and expert_tiles.py. Programs split the outputs and inputs of the product and write partial sums. The last
 program of a token tile adds them up in order and chooses its experts; the last program of all sorts. Counters are reset
@@ -13,7 +13,6 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels.language import cdiv, jit, power_of_2, tl
@@ -25,7 +24,6 @@ from engine.kernels.moe.top_k import (
     constants,
     experts_of_places,
     new_choices,
-    reference_choose_experts,
 )
 
 # T tokens, E hidden_size, X experts to choose from, L logits: X, optionally one more, C experts per token
@@ -55,7 +53,7 @@ def new_counters(device: torch.device) -> Tensor:
     return torch.zeros(MOST_TOKENS // _ROWS + 1, dtype=torch.int32, device=device)
 
 
-def route(
+def launch_route(
     x_TE: Tensor,
     weight_LE: Tensor,
     bias_X: Tensor | None,
@@ -69,41 +67,8 @@ def route(
     """Choose experts. x: at most MOST_TOKENS rows. weight: contiguous.
 
     is_exact: keep logits in fp32, in which they are summed; otherwise round them to x's dtype. logit_bias: of the
-    weight's dtype. bias, factors: see choose_experts.
+    weight's dtype. bias, factors: see reference_choose_experts.
     """
-    compute = launch_route if x_TE.is_cuda else reference_route
-    return compute(
-        x_TE, weight_LE, bias_X, counters, rule, is_exact=is_exact, logit_bias_L=logit_bias_L, factors_X=factors_X
-    )
-
-
-def reference_route(
-    x_TE: Tensor,
-    weight_LE: Tensor,
-    bias_X: Tensor | None,
-    counters: Tensor,
-    rule: ChoiceRule,
-    *,
-    is_exact: bool,
-    logit_bias_L: Tensor | None = None,
-    factors_X: Tensor | None = None,
-) -> RoutedTokens:
-    """Route with torch, without sorting into tiles. On a CPU, weights of exact routers are fp32."""
-    logits_TL = F.linear(x_TE.to(weight_LE.dtype), weight_LE, logit_bias_L)
-    return RoutedTokens(*reference_choose_experts(logits_TL, bias_X, rule, factors_X))
-
-
-def launch_route(
-    x_TE: Tensor,
-    weight_LE: Tensor,
-    bias_X: Tensor | None,
-    counters: Tensor,
-    rule: ChoiceRule,
-    *,
-    is_exact: bool,
-    logit_bias_L: Tensor | None = None,
-    factors_X: Tensor | None = None,
-) -> RoutedTokens:
     (num_tokens, num_inputs), num_logits = x_TE.shape, len(weight_LE)
     x_TE, device = x_TE.contiguous(), x_TE.device
     assert weight_LE.is_contiguous() and num_tokens <= MOST_TOKENS
@@ -121,7 +86,7 @@ def launch_route(
         x_TE,
         weight_LE,
         logit_bias_L,
-        parts if bias_X is None else bias_X,
+        bias_X,
         factors_X,
         parts,
         counters,
@@ -143,7 +108,7 @@ def launch_route(
         BLOCK_K=_DEPTH,
         BLOCK_S=_SORTED,
         BLOCK_J=power_of_2(cdiv(MOST_TOKENS, rows)),
-        **constants(rule, num_logits, has_bias=bias_X is not None),
+        **constants(rule, num_logits),
         num_warps=8,
         num_stages=3 if x_TE.element_size() == 2 else 2,
     )
@@ -187,7 +152,6 @@ def _route(
     BLOCK_G: tl.constexpr,
     BLOCK_X: tl.constexpr,
     IS_SIGMOID: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     NORMALIZES: tl.constexpr,
     WEIGHS_SHARED: tl.constexpr,
 ) -> None:
@@ -225,7 +189,7 @@ def _route(
         of_shared = of_shared.to(x.dtype.element_ty).to(tl.float32)
     found, found_weights = choose(
         logits, of_shared, bias, factors, weight_scale, tiny,
-        C, SHARED, G, X, CHOSEN_GROUPS, BLOCK_C, BLOCK_G, BLOCK_X, IS_SIGMOID, HAS_BIAS, NORMALIZES, WEIGHS_SHARED,
+        C, SHARED, G, X, CHOSEN_GROUPS, BLOCK_C, BLOCK_G, BLOCK_X, IS_SIGMOID, NORMALIZES, WEIGHS_SHARED,
     )  # fmt: skip
     c = tl.arange(0, BLOCK_C)
     mask = is_t[:, None] & (c < C + SHARED)[None, :]

@@ -38,28 +38,8 @@ def rows_of_tiles(num_choices: int, num_experts: int, *, most: int) -> int:
     return min(most, max(_MIN_ROWS, power_of_2(cdiv(num_choices, num_experts))))
 
 
-def sort_into_tiles(chosen_TC: Tensor, *, num_experts: int, rows: int) -> Tiles:
-    """Sort choices without waiting for the device. chosen: int64, contiguous, each below num_experts."""
-    sort = launch_sort_into_tiles if chosen_TC.is_cuda else reference_sort_into_tiles
-    return sort(chosen_TC, num_experts=num_experts, rows=rows)
-
-
-def reference_sort_into_tiles(chosen_TC: Tensor, *, num_experts: int, rows: int) -> Tiles:
-    flat_N = chosen_TC.flatten()
-    num_choices, device = len(flat_N), chosen_TC.device
-    order_N = flat_N.argsort(stable=True)
-    counts_X = flat_N.bincount(minlength=num_experts)
-    tiles_X = (counts_X + rows - 1) // rows
-    shift_X = (tiles_X.cumsum(0) - tiles_X) * rows - (counts_X.cumsum(0) - counts_X)
-    place_N = torch.arange(num_choices, device=device) + shift_X[flat_N[order_N]]
-    num_tiles = most_tiles(num_choices, num_experts, rows)
-    choice_P = torch.full((num_tiles * rows,), num_choices, dtype=torch.int32, device=device)
-    choice_P[place_N] = order_N.to(torch.int32)
-    tile_B = torch.arange(num_tiles, device=device)
-    return Tiles(choice_P, torch.searchsorted(tiles_X.cumsum(0), tile_B, right=True).to(torch.int32))
-
-
 def launch_sort_into_tiles(chosen_TC: Tensor, *, num_experts: int, rows: int) -> Tiles:
+    """Sort choices without waiting for the device. chosen: int64, contiguous, each below num_experts."""
     assert chosen_TC.is_contiguous()
     num_choices, device = chosen_TC.numel(), chosen_TC.device
     tiles = new_tiles(num_choices, num_experts, rows, device)

@@ -49,7 +49,7 @@ class ChoiceRule:
         return self.num_choices + self.num_shared
 
 
-def choose_experts(
+def reference_choose_experts(
     logits_TL: Tensor, bias_X: Tensor | None, rule: ChoiceRule, factors_X: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the experts of each token, best first, and their weights: chosen (T, C) int64, weights (T, C) fp32.
@@ -57,13 +57,6 @@ def choose_experts(
     logits: any float dtype, contiguous. bias: fp32, added to sigmoids before the choice. factors: fp32, of each
     expert's weights. Ties are in arbitrary order.
     """
-    choose = launch_choose_experts if logits_TL.is_cuda else reference_choose_experts
-    return choose(logits_TL, bias_X, rule, factors_X)
-
-
-def reference_choose_experts(
-    logits_TL: Tensor, bias_X: Tensor | None, rule: ChoiceRule, factors_X: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
     assert bias_X is None or rule.scores == "sigmoid"
     logits_TL = logits_TL.float()
     num_experts = logits_TL.shape[1] - rule.weighs_shared
@@ -110,13 +103,13 @@ def launch_choose_experts(
     if num_tokens:
         _choose_experts[(num_tokens,)](
             logits_TL,
-            logits_TL if bias_X is None else bias_X,
+            bias_X,
             factors_X,
             chosen_TC,
             weights_TC,
             rule.weight_scale,
             TINY,
-            **constants(rule, num_logits, has_bias=bias_X is not None),
+            **constants(rule, num_logits),
             num_warps=1,
         )
     return chosen_TC, weights_TC
@@ -128,7 +121,7 @@ def new_choices(num_tokens: int, rule: ChoiceRule, device: torch.device) -> tupl
     return torch.empty(shape, dtype=torch.int64, device=device), torch.empty(shape, dtype=torch.float32, device=device)
 
 
-def constants(rule: ChoiceRule, num_logits: int, *, has_bias: bool) -> dict[str, int | bool]:
+def constants(rule: ChoiceRule, num_logits: int) -> dict[str, int | bool]:
     """Return the compile-time constants of `choose`."""
     num_experts = num_logits - rule.weighs_shared
     assert num_experts % rule.num_groups == 0
@@ -143,7 +136,6 @@ def constants(rule: ChoiceRule, num_logits: int, *, has_bias: bool) -> dict[str,
         "BLOCK_G": power_of_2(rule.num_groups),
         "BLOCK_X": power_of_2(in_group),
         "IS_SIGMOID": rule.scores == "sigmoid",
-        "HAS_BIAS": has_bias,
         "NORMALIZES": rule.normalizes_weights,
         "WEIGHS_SHARED": rule.weighs_shared,
     }
@@ -167,7 +159,6 @@ def _choose_experts(
     BLOCK_G: tl.constexpr,
     BLOCK_X: tl.constexpr,
     IS_SIGMOID: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     NORMALIZES: tl.constexpr,
     WEIGHS_SHARED: tl.constexpr,
 ) -> None:
@@ -181,7 +172,7 @@ def _choose_experts(
         of_shared = tl.load(logits + t * (G * X + 1) + G * X).to(tl.float32)
     experts, parts = choose(
         of_experts, of_shared, bias, factors, weight_scale, tiny,
-        C, SHARED, G, X, CHOSEN_GROUPS, BLOCK_C, BLOCK_G, BLOCK_X, IS_SIGMOID, HAS_BIAS, NORMALIZES, WEIGHS_SHARED,
+        C, SHARED, G, X, CHOSEN_GROUPS, BLOCK_C, BLOCK_G, BLOCK_X, IS_SIGMOID, NORMALIZES, WEIGHS_SHARED,
     )  # fmt: skip
     c = tl.arange(0, BLOCK_C)
     place = t[:, None] * (C + SHARED) + c[None, :]
@@ -215,7 +206,6 @@ def choose(
     BLOCK_G: tl.constexpr,
     BLOCK_X: tl.constexpr,
     IS_SIGMOID: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     NORMALIZES: tl.constexpr,
     WEIGHS_SHARED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
@@ -229,7 +219,7 @@ def choose(
     if IS_SIGMOID:
         scores = 1.0 / (1.0 + tl.exp(-logits))
         priority = logits
-        if HAS_BIAS:
+        if bias is not None:
             priority = scores + tl.load(bias + expert, mask=is_expert, other=0.0)[None, :]
     else:
         logits = tl.where(is_expert[None, :], logits, -float("inf"))
@@ -242,7 +232,7 @@ def choose(
         grouped = tl.reshape(priority, [priority.shape[0], BLOCK_G, BLOCK_X])
         group = tl.max(grouped, axis=2)
         g, x = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_X)
-        if HAS_BIAS:
+        if bias is not None:
             at = tl.argmax(grouped, axis=2)
             group += tl.max(tl.where(x[None, None, :] == at[:, :, None], -float("inf"), grouped), axis=2)
         is_in = tl.zeros(group.shape, tl.int32)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.kernels.quant.code_words import E2M1, INT8, NIBBLES
+from engine.kernels.quant.code_words import E2M1, NIBBLES
 from engine.kernels.quant.row_quantization import as_bytes
 
 # P panels of 64 outputs, U units of inputs, K words per output and unit, G groups of inputs with a scale each,
@@ -143,62 +143,6 @@ def as_words(values: Tensor) -> Tensor:
     if values.element_size() > 1:
         return values
     return values.view(torch.int32 if values.shape[-1] >= 4 else torch.int16)
-
-
-def numbers_of(panels: CodePanels) -> Tensor:
-    """Dequantize one matrix: (O, I) fp32."""
-    numbers_OI = _codes(panels)
-    num_outputs, num_inputs = panels.shape
-    if panels.scales is not None:
-        scales_OG = _by_output(panels.scales) * _of_runs(panels, panels.supers)
-        if panels.leasts is None:
-            numbers_OI = numbers_OI * scales_OG.repeat_interleave(panels.group, dim=1)
-        else:
-            leasts_OG = _by_output(panels.leasts)
-            if panels.super_leasts is not None:
-                leasts_OG = -(leasts_OG * _of_runs(panels, panels.super_leasts))
-            elif panels.leasts.dtype == torch.uint8:
-                leasts_OG = -(leasts_OG * scales_OG)
-            whole_OI = numbers_OI + center_of(panels.kind)
-            scales_OI, leasts_OI = (each.repeat_interleave(panels.group, dim=1) for each in (scales_OG, leasts_OG))
-            numbers_OI = whole_OI * scales_OI + leasts_OI
-    if panels.factors is not None:
-        numbers_OI = numbers_OI * _by_output(panels.factors)
-    return numbers_OI[:num_outputs, :num_inputs]
-
-
-def _of_runs(panels: CodePanels, supers: Tensor | None) -> Tensor | float:
-    """Return the numbers (O, G) that multiply those of the groups."""
-    return 1.0 if supers is None else _by_output(supers).repeat_interleave(RUN // panels.group, dim=1)
-
-
-def _codes(panels: CodePanels) -> Tensor:
-    """Unpack codes to fp32, padding included; unsigned codes are centered."""
-    words = panels.words.to(torch.int32)
-    if panels.num_positions == 2:
-        bytes_PU64Kj = panels.words.unsqueeze(-1).view(torch.uint8)
-        dtype = torch.int8 if panels.kind == INT8 else torch.float8_e4m3fn
-        return _in_order(bytes_PU64Kj.view(dtype).float().transpose(-1, -2))
-    codes = torch.stack([words >> 4 * p & 15 for p in range(4)], dim=-2)
-    if panels.levels is not None:
-        return _in_order(torch.tensor(panels.levels, device=codes.device)[codes])
-    if panels.high is not None:
-        bits = panels.kind - 4
-        # (P, units of words, 64, K)
-        high = panels.high.to(torch.int32).flatten(1, 2)
-        upper = [[high >> (4 * u + p) * bits & (1 << bits) - 1 for p in range(4)] for u in range(4 // bits)]
-        of_unit = torch.stack([torch.stack(part, dim=-2) for part in upper], dim=2)
-        codes = codes | of_unit.flatten(1, 2) << 4
-    return _in_order(codes.float() - center_of(panels.kind))
-
-
-def _in_order(codes_PU64jK: Tensor) -> Tensor:
-    return codes_PU64jK.transpose(1, 2).flatten(2).flatten(0, 1)
-
-
-def _by_output(values: Tensor) -> Tensor:
-    """Arrange (P, G, 64) or (P, spans, 64, B) as (O, G) fp32."""
-    return values.float().transpose(1, 2).flatten(0, 1).flatten(1)
 
 
 def _shifted(codes_jK: Tensor, bits: int) -> Tensor:

@@ -22,24 +22,10 @@ from engine.kernels.quant.row_quantization import MOST, as_bytes, to_e4m3, to_in
 
 # Inputs per loop iteration; codes are padded to a multiple with zeros.
 DEPTH = 128
-# Scale of an all-zero row.
-_TINY = 1e-30
-
-
-def quantize_inputs(x_TI: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
-    """Return codes (T, I padded with zeros to a multiple of 128) of dtype, int8 or e4m3, and scales (T,) fp32."""
-    compute = launch_quantize_inputs if x_TI.is_cuda else reference_quantize_inputs
-    return compute(x_TI, dtype)
-
-
-def reference_quantize_inputs(x_TI: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
-    wide_TI = x_TI.float()
-    scales_T = wide_TI.abs().amax(dim=1).clamp_min(_TINY) / MOST[dtype]
-    codes_TI = torch.nn.functional.pad(wide_TI / scales_T.unsqueeze(1), (0, -x_TI.shape[1] % DEPTH))
-    return (codes_TI if dtype.is_floating_point else codes_TI.round()).to(dtype), scales_T
 
 
 def launch_quantize_inputs(x_TI: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
+    """Return codes (T, I padded with zeros to a multiple of 128) of dtype, int8 or e4m3, and scales (T,) fp32."""
     num_rows, num_inputs = x_TI.shape
     x_TI, width = x_TI.contiguous(), cdiv(num_inputs, DEPTH) * DEPTH
     codes_TI = torch.empty(num_rows, width, dtype=dtype, device=x_TI.device)
@@ -50,40 +36,6 @@ def launch_quantize_inputs(x_TI: Tensor, dtype: torch.dtype = torch.int8) -> tup
         x_TI, as_bytes(codes_TI), scales_T, num_inputs, width, MOST=MOST[dtype], BLOCK=block, num_warps=warps
     )
     return codes_TI, scales_T
-
-
-def int8_product(
-    x_TI: Tensor,
-    codes_OI: Tensor,
-    scales_O: Tensor,
-    counters: Tensor,
-    *,
-    bias_O: Tensor | None = None,
-    residual_TO: Tensor | None = None,
-) -> Tensor:
-    """Multiply: (T, O) of x's dtype, rounded before the residual is added. codes, scales: from `quantize_inputs`.
-
-    counters: as in coded_product.
-    """
-    compute = launch_int8_product if x_TI.is_cuda else reference_int8_product
-    return compute(x_TI, codes_OI, scales_O, counters, bias_O=bias_O, residual_TO=residual_TO)
-
-
-def reference_int8_product(
-    x_TI: Tensor,
-    codes_OI: Tensor,
-    scales_O: Tensor,
-    counters: Tensor,
-    *,
-    bias_O: Tensor | None = None,
-    residual_TO: Tensor | None = None,
-) -> Tensor:
-    codes_TI, scales_T = reference_quantize_inputs(x_TI)
-    whole_TO = codes_TI.double() @ codes_OI.double().T  # exact
-    product_TO = whole_TO.float() * scales_T.unsqueeze(1) * scales_O
-    if bias_O is not None:
-        product_TO += bias_O
-    return product_TO.to(x_TI.dtype) if residual_TO is None else residual_TO + product_TO.to(x_TI.dtype)
 
 
 def launch_int8_product(
@@ -97,7 +49,11 @@ def launch_int8_product(
     sizes: tuple[int, int, int, int] | None = None,
     splits: int | None = None,
 ) -> Tensor:
-    """Launch the kernel. sizes: outputs and rows of a program, its warps, and loop stages; for tests."""
+    """Multiply: (T, O) of x's dtype, rounded before the residual is added.
+
+    codes, scales: from `launch_quantize_inputs`. counters: as in launch_coded_product. sizes: outputs and rows of a
+    program, its warps, and loop stages; for tests.
+    """
     (num_rows, _), (num_outputs, width) = x_TI.shape, codes_OI.shape
     out_TO = x_TI.new_empty(num_rows, num_outputs)
     if not num_rows:
@@ -117,16 +73,14 @@ def launch_int8_product(
         parts,
         counters,
         out_TO,
-        out_TO if bias_O is None else bias_O,
-        out_TO if residual_TO is None else residual_TO.contiguous(),
+        bias_O,
+        None if residual_TO is None else residual_TO.contiguous(),
         num_rows,
         num_outputs,
         width,
         per_split,
         splits,
         IS_SPLIT=splits > 1,
-        HAS_BIAS=bias_O is not None,
-        HAS_RESIDUAL=residual_TO is not None,
         BLOCK_O=outputs,
         BLOCK_T=rows,
         DEPTH=DEPTH,
@@ -181,8 +135,6 @@ def _product(
     per_split: tl.tensor,
     splits: tl.tensor,
     IS_SPLIT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
     BLOCK_O: tl.constexpr,
     BLOCK_T: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -214,11 +166,11 @@ def _product(
     x_scale = tl.load(x_scales + t, mask=is_row, other=0.0)
     weight_scale = tl.load(weight_scales + o, mask=is_o, other=0.0)
     value = acc.to(tl.float32) * x_scale[None, :] * weight_scale[:, None]
-    if HAS_BIAS:
+    if bias is not None:
         value += tl.load(bias + o, mask=is_o, other=0.0).to(tl.float32)[:, None]
     dtype = out.dtype.element_ty
     place = t[None, :] * num_outputs + o[:, None]
     value = value.to(dtype)
-    if HAS_RESIDUAL:
+    if residual is not None:
         value = (value.to(tl.float32) + tl.load(residual + place, mask=mask, other=0.0).to(tl.float32)).to(dtype)
     tl.store(out + place, value, mask=mask)

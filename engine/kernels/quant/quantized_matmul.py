@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels.language import (
@@ -30,7 +29,7 @@ from engine.kernels.language import (
     spares_registers,
     tl,
 )
-from engine.kernels.quant.code_panels import ROWS, RUN, CodePanels, as_words, numbers_of, span_of
+from engine.kernels.quant.code_panels import ROWS, RUN, CodePanels, as_words, span_of
 from engine.kernels.quant.code_words import (
     E2M1,
     E4M3,
@@ -94,32 +93,6 @@ def new_counters(num_outputs: int, device: torch.device) -> Tensor:
     return torch.zeros(2 * cdiv(num_outputs, ROWS), dtype=torch.int32, device=device)
 
 
-def coded_product(
-    x_TI: Tensor,
-    panels: CodePanels,
-    counters: Tensor,
-    *,
-    bias_O: Tensor | None = None,
-    residual_TO: Tensor | None = None,
-    out_TO: Tensor | None = None,
-) -> Tensor:
-    """Compute residual + (x @ weight.T + bias), rounded to x's dtype before the residual is added: (T, O).
-
-    counters: from `new_counters`, zero between launches. Two streams must not use them concurrently.
-    """
-    if x_TI.is_cuda:
-        return launch_coded_product(x_TI, panels, counters, bias_O=bias_O, residual_TO=residual_TO, out_TO=out_TO)
-    product_TO = reference_coded_product(x_TI, panels, bias_O=bias_O, residual_TO=residual_TO)
-    return product_TO if out_TO is None else out_TO.copy_(product_TO)
-
-
-def reference_coded_product(
-    x_TI: Tensor, panels: CodePanels, *, bias_O: Tensor | None = None, residual_TO: Tensor | None = None
-) -> Tensor:
-    product_TO = F.linear(x_TI, numbers_of(panels).to(x_TI.dtype), bias_O)
-    return product_TO if residual_TO is None else residual_TO + product_TO
-
-
 def launch_coded_product(
     x_TI: Tensor,
     panels: CodePanels,
@@ -131,7 +104,11 @@ def launch_coded_product(
     tile: Tile | None = None,
     splits: int | None = None,
 ) -> Tensor:
-    """Launch the product. out: may be columns of a wider tensor if residual has the same layout; None allocates it."""
+    """Compute residual + (x @ weight.T + bias), rounded to x's dtype before the residual is added: (T, O).
+
+    counters: from `new_counters`, zero between launches. Two streams must not use them concurrently. out: may be
+    columns of a wider tensor if residual has the same layout; None allocates it. tile, splits: for tests.
+    """
     (num_outputs, num_inputs), num_rows = panels.shape, len(x_TI)
     x_TI = x_TI.contiguous()
     out_TO = x_TI.new_empty(num_rows, num_outputs) if out_TO is None else out_TO
@@ -154,8 +131,8 @@ def launch_coded_product(
         parts,
         counters,
         out_TO,
-        out_TO if bias_O is None else bias_O,
-        out_TO if residual_TO is None else residual_TO,
+        bias_O,
+        residual_TO,
         counters,
         counters,
         num_rows,
@@ -167,8 +144,6 @@ def launch_coded_product(
         per_split,
         splits,
         IS_SPLIT=is_split,
-        HAS_BIAS=bias_O is not None,
-        HAS_RESIDUAL=residual_TO is not None,
         CHOICES=0,
         **_constants(panels, tile, x_TI),
     )
@@ -187,7 +162,7 @@ def launch_expert_product(
 ) -> Tensor:
     """Multiply each choice's row with its expert's matrix, and add the expert's bias: (choices, O).
 
-    choice, expert: from expert_tiles.sort_into_tiles. of_each: number of choices that share a row of x.
+    choice, expert: from expert_tiles.launch_sort_into_tiles. of_each: number of choices that share a row of x.
     """
     (num_outputs, num_inputs), num_experts = panels.shape, len(panels.words)
     out_NO = x_NI.new_empty(num_choices, num_outputs)
@@ -202,8 +177,8 @@ def launch_expert_product(
         out_NO,
         expert_B,
         out_NO,
-        out_NO if bias_XO is None else bias_XO,
-        out_NO,
+        bias_XO,
+        None,
         choice_P,
         expert_B,
         num_choices,
@@ -215,8 +190,6 @@ def launch_expert_product(
         panels.num_units // panels.units_of_a_span,
         1,
         IS_SPLIT=False,
-        HAS_BIAS=bias_XO is not None,
-        HAS_RESIDUAL=False,
         CHOICES=of_each,
         **_constants(panels, tile, x_NI),
     )
@@ -296,10 +269,10 @@ def splits_for(num_tiles: int, num_spans: int, device: torch.device) -> int:
     return max(1, min(target // num_tiles, num_spans, _MOST_SPLITS))
 
 
-def _pointers(panels: CodePanels) -> tuple[Tensor, ...]:
-    """Return all pointers of the kernel; missing tensors are replaced by any other."""
+def _pointers(panels: CodePanels) -> tuple[Tensor | None, ...]:
+    """Return the panels' pointers in the order of the kernels' arguments."""
     rest = (panels.high, panels.scales, panels.leasts, panels.supers, panels.super_leasts, panels.factors)
-    return panels.words, *(panels.words if tensor is None else as_words(tensor) for tensor in rest)
+    return panels.words, *(None if tensor is None else as_words(tensor) for tensor in rest)
 
 
 def _constants(panels: CodePanels, tile: Tile, x: Tensor) -> dict[str, Any]:
@@ -316,7 +289,6 @@ def _constants(panels: CodePanels, tile: Tile, x: Tensor) -> dict[str, Any]:
         "IS_NESTED": panels.supers is not None,
         "FORMAT": 0 if panels.scales is None else _BYTE_FORMATS.get(panels.scales.dtype, 0),
         "FOLDS": _folds(panels, x.dtype),
-        "HAS_FACTORS": panels.factors is not None,
         "K": panels.words.shape[-1],
         "SPAN": panels.units_of_a_span,
         "IS_EVEN": panels.shape[1] % RUN == 0,
@@ -362,14 +334,11 @@ def _product(
     IS_NESTED: tl.constexpr,
     FORMAT: tl.constexpr,
     FOLDS: tl.constexpr,
-    HAS_FACTORS: tl.constexpr,
     K: tl.constexpr,
     SPAN: tl.constexpr,
     IS_EVEN: tl.constexpr,
     NATIVE: tl.constexpr,
     IS_SPLIT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
     CHOICES: tl.constexpr,
     IN_PLACE: tl.constexpr,
     BLOCK_O: tl.constexpr,
@@ -395,7 +364,7 @@ def _product(
         if expert >= num_experts:
             return
         panel += expert * ((num_outputs + 63) // 64)
-        if HAS_BIAS:
+        if bias is not None:
             bias += expert * num_outputs
         t = tl.load(choices + t).to(tl.int64)
         is_row = t < num_rows
@@ -490,13 +459,13 @@ def _product(
         acc = tl.zeros([BLOCK_O, BLOCK_T], tl.float32)
         for split in range(splits):
             acc += tl.load(part + split * stride, mask=mask, other=0.0, cache_modifier=".cg")
-    if HAS_FACTORS:
+    if factors is not None:
         acc *= tl.load(factors + panel * 64 + r)[:, None]
-    if HAS_BIAS:
+    if bias is not None:
         acc += tl.load(bias + o, mask=is_o, other=0.0).to(tl.float32)[:, None]
     place = t[None, :] * out_stride + o[:, None]
     value = acc.to(dtype)
-    if HAS_RESIDUAL:
+    if residual is not None:
         value = (value.to(tl.float32) + tl.load(residual + place, mask=mask, other=0.0).to(tl.float32)).to(dtype)
     tl.store(out + place, value, mask=mask)
 
@@ -521,7 +490,6 @@ def _widen(
     LEAST: tl.constexpr,
     IS_NESTED: tl.constexpr,
     FORMAT: tl.constexpr,
-    HAS_FACTORS: tl.constexpr,
     K: tl.constexpr,
     SPAN: tl.constexpr,
     IS_EVEN: tl.constexpr,
@@ -584,7 +552,7 @@ def _widen(
                     number = (number + CENTER) * scale[:, None] + least[:, None]
                 else:
                     number *= scale[:, None]
-            if HAS_FACTORS and not IS_RAW:
+            if factors is not None and not IS_RAW:
                 number *= tl.load(factors + panel * 64 + r)[:, None]
             i = (unit * POSITIONS + p) * K + k
             mask = (o < num_outputs)[:, None] & (i < num_inputs)[None, :]

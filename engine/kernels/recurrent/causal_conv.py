@@ -18,7 +18,7 @@ from engine.kernels.recurrent.state_slots import StateSlots
 _MOST_TOKENS, _CHANNELS = 32, 64
 
 
-def causal_conv(
+def reference_causal_conv(
     x_TC: Tensor,
     weight_WC: Tensor,
     bias_C: Tensor | None,
@@ -32,19 +32,6 @@ def causal_conv(
     x: dense in C. weight, bias: fp32, dense. states: the last inputs, oldest first, in x's dtype, dense but for the
     stride of slots; written in place.
     """
-    compute = launch_causal_conv if x_TC.is_cuda else reference_causal_conv
-    return compute(x_TC, weight_WC, bias_C, states_NLC, slots, activates=activates)
-
-
-def reference_causal_conv(
-    x_TC: Tensor,
-    weight_WC: Tensor,
-    bias_C: Tensor | None,
-    states_NLC: Tensor,
-    slots: StateSlots,
-    *,
-    activates: bool = True,
-) -> Tensor:
     starts_S1, kept = slots.query_starts_S1, len(weight_WC) - 1
     num_tokens = len(x_TC)
     first_SLC = torch.where((slots.read_S < 0).view(-1, 1, 1), 0, states_NLC[slots.read_S])
@@ -87,11 +74,10 @@ def launch_causal_conv(
     _convolve[(max(1, num_blocks), num_sequences, num_parts)](
         x_TC,
         weight_WC,
-        weight_WC if bias_C is None else bias_C,
+        bias_C,
         out_TC,
         *places,
         *numbers,
-        HAS_BIAS=bias_C is not None,
         ACTIVATES=activates,
         KEEPS=num_blocks <= 1,
         **blocks,
@@ -149,7 +135,6 @@ def _convolve(
     slot_stride: tl.tensor,
     channels: tl.tensor,
     W: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     ACTIVATES: tl.constexpr,
     KEEPS: tl.constexpr,
     BLOCK_L: tl.constexpr,
@@ -169,7 +154,7 @@ def _convolve(
     token = begin + tl.arange(0, BLOCK_T)
     mask = (token < end)[:, None] & (c < channels)[None, :]
     total = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
-    if HAS_BIAS:
+    if bias is not None:
         total += tl.load(bias + c, mask=c < channels, other=0.0)[None, :]
     for j in tl.static_range(W):
         source = token[:, None] - (W - 1) + j
@@ -185,22 +170,8 @@ def _convolve(
     if KEEPS:
         tl.debug_barrier()
         _keep(
-            x,
-            old,
-            states,
-            writes,
-            first,
-            begin,
-            end,
-            oldest,
-            x_stride,
-            slot_stride,
-            channels,
-            c,
-            W,
-            BLOCK_L,
-            BLOCK_T,
-        )
+            x, old, states, writes, first, begin, end, oldest, x_stride, slot_stride, channels, c, W, BLOCK_L, BLOCK_T
+        )  # fmt: skip
 
 
 @jit
@@ -227,19 +198,5 @@ def _keep_inputs(
     oldest = tl.where(read >= 0, first - (W - 1), first)
     for begin in range(first, end, BLOCK_T):
         _keep(
-            x,
-            old,
-            states,
-            writes,
-            first,
-            begin,
-            end,
-            oldest,
-            x_stride,
-            slot_stride,
-            channels,
-            c,
-            W,
-            BLOCK_L,
-            BLOCK_T,
-        )
+            x, old, states, writes, first, begin, end, oldest, x_stride, slot_stride, channels, c, W, BLOCK_L, BLOCK_T
+        )  # fmt: skip

@@ -65,23 +65,6 @@ class LinearRecurrence:
         return (0, keys, 2 * keys) if self.is_delta else (values + keys, values, 0)
 
 
-def linear_recurrence(
-    rows_TC: Tensor,
-    dt_TH: Tensor,
-    beta_TH: Tensor | None,
-    recurrence: LinearRecurrence,
-    states_NHKV: Tensor,
-    slots: StateSlots,
-) -> Tensor:
-    """Advance the states of packed sequences. Returns the outputs (T, H, V) in the dtype of the rows.
-
-    rows: bf16, fp16 or fp32, dense in C. dt (a of the delta rule) and beta (its b): before activation, dense in H.
-    states: fp32, dense but for the stride of slots; written in place. Cutting a sequence changes rounding only.
-    """
-    compute = launch_linear_recurrence if rows_TC.is_cuda else reference_linear_recurrence
-    return compute(rows_TC, dt_TH, beta_TH, recurrence, states_NHKV, slots)
-
-
 class _Inputs(NamedTuple):
     """Inputs in fp32, per head."""
 
@@ -105,6 +88,11 @@ def reference_linear_recurrence(
     states_NHKV: Tensor,
     slots: StateSlots,
 ) -> Tensor:
+    """Advance the states of packed sequences. Returns the outputs (T, H, V) in the dtype of the rows.
+
+    rows: bf16, fp16 or fp32, dense in C. dt (a of the delta rule) and beta (its b): before activation, dense in H.
+    states: fp32, dense but for the stride of slots; written in place. Cutting a sequence changes rounding only.
+    """
     inputs = _inputs(rows_TC, dt_TH, beta_TH, recurrence)
     starts, write = slots.query_starts_S1.tolist(), slots.write_T.tolist()
     first_HKV = torch.where((slots.read_S < 0).view(-1, 1, 1, 1), 0.0, states_NHKV[slots.read_S])
@@ -215,13 +203,12 @@ def launch_linear_recurrence(
     heads = recurrence.num_heads
     out_THV = rows_TC.new_empty(len(rows_TC), heads, recurrence.value_dim)
     gates = rows_TC, dt_TH, dt_TH if beta_TH is None else beta_TH, recurrence.rate_H, recurrence.dt_bias_H
-    skip_H = recurrence.rate_H if recurrence.skip_H is None else recurrence.skip_H
     places = out_THV, states_NHKV, slots.query_starts_S1, slots.read_S, slots.write_T
     strides = dt_TH.stride(0), gates[2].stride(0)
     numbers = (*strides, states_NHKV.stride(0), recurrence.min_dt, recurrence.max_dt)
     of_keys, widths = _constants(recurrence, rows_TC.stride(0))
     grid = len(slots.read_S), heads, cdiv(recurrence.value_dim, widths["BLOCK_V"])
-    advance_runs[grid](*gates, skip_H, *places, *numbers, **widths)
+    advance_runs[grid](*gates, recurrence.skip_H, *places, *numbers, **widths)
     if slots.max_query_len <= MAX_RUN:
         return out_THV
     options = {"B": _CHUNK, "PRECISION": "tf32x3", "num_warps": _CHUNK_WARPS}
@@ -229,7 +216,7 @@ def launch_linear_recurrence(
     if recurrence.is_delta:
         chunks = cdiv(slots.max_query_len, _CHUNK), len(slots.read_S), heads
         invert_chunks[chunks](*gates, inverses_THB, slots.query_starts_S1, *strides, **of_keys, **options)
-    advance_chunks[grid](*gates, skip_H, inverses_THB, *places, *numbers, **widths, **options)
+    advance_chunks[grid](*gates, recurrence.skip_H, inverses_THB, *places, *numbers, **widths, **options)
     return out_THV
 
 
@@ -250,6 +237,5 @@ def _constants(recurrence: LinearRecurrence, row_stride: int) -> tuple[dict[str,
         "VALUES": values,
         "V": recurrence.value_dim,
         "IS_DELTA": recurrence.is_delta,
-        "HAS_SKIP": recurrence.skip_H is not None,
         "BLOCK_V": min(_COLUMNS, max(16, power_of_2(recurrence.value_dim))),
     }

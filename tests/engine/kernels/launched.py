@@ -1,32 +1,19 @@
-"""Patches that replace references by kernels, so that a model's step runs in Triton's interpreter as on a GPU."""
+"""Patches that choose what computes a model's step on a CPU: kernels in Triton's interpreter, or their references."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
 from torch import Tensor
 
-from engine.attention import chosen_slots
-from engine.attention import triton_heads as heads
-from engine.attention import triton_latent_heads as latent_heads
+from engine.attention import chosen_slots, triton_heads, triton_latent_heads
 from engine.kernels import gated_mul
-from engine.kernels.attention.absorb_queries import launch_absorb_queries
-from engine.kernels.attention.best_positions import launch_best_slots
-from engine.kernels.attention.decode_attention import launch_decode_attention
-from engine.kernels.attention.dense_prefill import launch_dense_prefill_attention
-from engine.kernels.attention.gather_rows import launch_gather_rows
-from engine.kernels.attention.index_scores import launch_index_scores
 from engine.kernels.attention.kv_splits import Splits, share_out
-from engine.kernels.attention.latent_attention import launch_latent_decode_attention
-from engine.kernels.attention.prefill_attention import launch_prefill_attention
-from engine.kernels.attention.store_heads import launch_store_heads
-from engine.kernels.attention.store_latents import launch_store_latents
 from engine.kernels.gated_mul import launch_gated_mul
-from engine.kernels.moe import fused_experts
-from engine.kernels.moe.expert_router import launch_route
-from engine.kernels.moe.expert_tiles import launch_sort_into_tiles
-from engine.kernels.moe.fused_experts import launch_fused_experts
+from engine.kernels.moe.expert_router import MOST_TOKENS
 from engine.kernels.moe.top_k import launch_choose_experts
 from engine.kernels.recurrent.causal_conv import launch_causal_conv
 from engine.kernels.recurrent.gated_norm import launch_gated_rms_norm
@@ -34,33 +21,57 @@ from engine.kernels.recurrent.linear_recurrence import launch_linear_recurrence
 from engine.kernels.rms_norm import launch_add_rms_norm, launch_rms_norm
 from engine.layers import layers
 from engine.model import expert_bank, experts, recurrent_mixers
+from tests.support import attention_references, product_references
+
+# Operations that the product computes on GPUs only.
+_REFERRED: list[tuple[ModuleType, ModuleType, tuple[str, ...]]] = [
+    (
+        triton_heads,
+        attention_references,
+        ("decode_attention", "prefill_attention", "dense_prefill_attention", "gather_rows", "store_heads"),
+    ),
+    (
+        triton_latent_heads,
+        attention_references,
+        ("latent_decode_attention", "dense_prefill_attention", "absorb_queries", "store_latents"),
+    ),
+    (chosen_slots, attention_references, ("latent_decode_attention", "index_scores", "best_slots")),
+    (expert_bank, product_references, ("fused_experts", "coded_experts")),
+]
+_LAUNCHERS = {(module, name): getattr(module, f"launch_{name}") for module, _, names in _REFERRED for name in names}
+_SPLIT = Splits.of
+
+
+def refer_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make KernelHeads, KernelLatentHeads and banks of experts compute tensors on a CPU with references."""
+    for module, references, names in _REFERRED:
+        for name in names:
+            chosen = _chosen(_LAUNCHERS[module, name], getattr(references, f"reference_{name}"))
+            monkeypatch.setattr(module, f"launch_{name}", chosen)
+
+    def of(contexts_R: Tensor, **facts: Any) -> Splits:
+        return _SPLIT(contexts_R, **facts) if contexts_R.is_cuda else Splits(contexts_R, contexts_R)
+
+    monkeypatch.setattr(Splits, "of", of)
+
+
+def _chosen(launch: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda first, *rest, **named: (launch if first.is_cuda else reference)(first, *rest, **named)
 
 
 def launch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make KernelHeads, KernelLatentHeads and a model's layers launch kernels on any device."""
+    for (module, name), launch in _LAUNCHERS.items():
+        monkeypatch.setattr(module, f"launch_{name}", launch)
     for module, name, launch in (
-        (heads, "decode_attention", launch_decode_attention),
-        (heads, "prefill_attention", launch_prefill_attention),
-        (heads, "store_heads", launch_store_heads),
-        (latent_heads, "latent_decode_attention", launch_latent_decode_attention),
-        (latent_heads, "absorb_queries", launch_absorb_queries),
-        (latent_heads, "store_latents", launch_store_latents),
-        (chosen_slots, "latent_decode_attention", launch_latent_decode_attention),
-        (chosen_slots, "index_scores", launch_index_scores),
-        (chosen_slots, "best_slots", launch_best_slots),
-        (expert_bank, "fused_experts", launch_fused_experts),
-        (fused_experts, "sort_into_tiles", launch_sort_into_tiles),
-        (experts, "choose_experts", launch_choose_experts),
-        (experts, "route", launch_route),
-        (latent_heads, "dense_prefill_attention", launch_dense_prefill_attention),
-        (heads, "dense_prefill_attention", launch_dense_prefill_attention),
-        (heads, "gather_rows", launch_gather_rows),
+        (experts, "reference_choose_experts", launch_choose_experts),
+        (experts, "can_fuse", lambda x_TE: len(x_TE) <= MOST_TOKENS),
         (layers, "rms_norm", launch_rms_norm),
         (layers, "add_rms_norm", launch_add_rms_norm),
         (gated_mul, "gated_mul", launch_gated_mul),
-        (recurrent_mixers, "causal_conv", launch_causal_conv),
-        (recurrent_mixers, "linear_recurrence", launch_linear_recurrence),
-        (recurrent_mixers, "gated_rms_norm", launch_gated_rms_norm),
+        (recurrent_mixers, "reference_causal_conv", launch_causal_conv),
+        (recurrent_mixers, "reference_linear_recurrence", launch_linear_recurrence),
+        (recurrent_mixers, "reference_gated_rms_norm", launch_gated_rms_norm),
     ):
         monkeypatch.setattr(module, name, launch)
 

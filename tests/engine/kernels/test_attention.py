@@ -15,21 +15,24 @@ from hypothesis import strategies as st
 from engine.kernels.attention.attention_rule import AttentionRule
 from engine.kernels.attention.decode_attention import (
     launch_decode_attention,
-    reference_decode_attention,
 )
 from engine.kernels.attention.dense_prefill import (
     Carry,
     Slice,
     launch_dense_prefill_attention,
-    reference_dense_prefill_attention,
 )
-from engine.kernels.attention.gather_rows import launch_gather_rows, reference_gather_rows
+from engine.kernels.attention.gather_rows import launch_gather_rows
 from engine.kernels.attention.kv_splits import KEYS, share_out
-from engine.kernels.attention.online_softmax import reference_row
-from engine.kernels.attention.prefill_attention import launch_prefill_attention, reference_prefill_attention
-from engine.kernels.attention.query_groups import QueryGroups, cut_query_groups, most_queries
-from engine.kernels.attention.query_tiles import QueryTiles
+from engine.kernels.attention.prefill_attention import launch_prefill_attention
+from engine.kernels.attention.queries import QueryGroups, QueryTiles, cut_query_groups, most_queries
 from tests.engine.kernels.pools import DEVICE, DTYPES, QUANTIZED, random, random_pool
+from tests.support.attention_references import (
+    reference_decode_attention,
+    reference_dense_prefill_attention,
+    reference_gather_rows,
+    reference_prefill_attention,
+    reference_row,
+)
 from tests.support.grids import pairs, quick
 
 pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []

@@ -18,8 +18,6 @@ from core.model.gguf_import import import_gguf
 from core.model.weight_formats import check_method
 from core.types.errors import SpecError
 from engine.config import EngineConfig
-from engine.kernels.quant.quantized_matmul import launch_coded_product
-from engine.layers import low_bit_matrix
 from engine.layers.low_bit_matrix import CodedMatrix
 from engine.layers.shards import ShardReader
 from engine.runner.parallel import TensorParallel
@@ -365,7 +363,6 @@ def test_low_bit_model_on_gpu_kernels(kind: str, tmp_path: Path, monkeypatch: py
         return matrix
 
     monkeypatch.setattr(ShardReader, "in_stored_bits", keep)
-    monkeypatch.setattr(low_bit_matrix, "coded_product", launch_coded_product)
     model = random_model(tiny_config("llama", **SHAPE))
     write_quantised(tmp_path, model, kind)
     recorded: list[Callable[[], None]] = []

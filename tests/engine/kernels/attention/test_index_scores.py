@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from engine.kernels.attention import best_positions
-from engine.kernels.attention.best_positions import launch_best_slots, reference_best_slots
-from engine.kernels.attention.index_scores import MOST_SCORE, launch_index_scores, reference_index_scores
+from engine.kernels.attention.best_positions import launch_best_slots
+from engine.kernels.attention.index_scores import MOST_SCORE, launch_index_scores
 from engine.kernels.attention.kv_splits import share_out
 from engine.kernels.quant.row_quantization import quantize_rows
 from tests.engine.kernels.pools import DEVICE, EIGHT_BITS, random
+from tests.support.attention_references import reference_best_slots, reference_index_scores
 from tests.support.grids import quick
 
 pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []

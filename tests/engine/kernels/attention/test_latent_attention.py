@@ -8,15 +8,20 @@ import numpy as np
 import pytest
 import torch
 
-from engine.kernels.attention.absorb_queries import launch_absorb_queries, reference_absorb_queries
+from engine.kernels.attention.absorb_queries import launch_absorb_queries
 from engine.kernels.attention.attention_rule import AttentionRule
-from engine.kernels.attention.dense_prefill import launch_dense_prefill_attention, reference_dense_prefill_attention
+from engine.kernels.attention.dense_prefill import launch_dense_prefill_attention
 from engine.kernels.attention.kv_splits import share_out
-from engine.kernels.attention.latent_attention import launch_latent_decode_attention, reference_latent_decode_attention
-from engine.kernels.attention.query_tiles import QueryTiles
+from engine.kernels.attention.latent_attention import launch_latent_decode_attention
+from engine.kernels.attention.queries import QueryTiles
 from engine.kernels.attention.store_latents import launch_store_latents
 from engine.kernels.quant.row_quantization import dequantize_rows, quantize_rows
 from tests.engine.kernels.pools import DEVICE, DTYPES, EIGHT_BITS, random
+from tests.support.attention_references import (
+    reference_absorb_queries,
+    reference_dense_prefill_attention,
+    reference_latent_decode_attention,
+)
 from tests.support.grids import quick
 
 pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from engine.kernels.moe.expert_router import MOST_TOKENS, launch_route, new_counters, reference_route
+from engine.kernels.moe.expert_router import MOST_TOKENS, launch_route, new_counters
 from engine.kernels.moe.expert_tiles import launch_sort_into_tiles
-from engine.kernels.moe.top_k import ChoiceRule
+from engine.kernels.moe.top_k import ChoiceRule, reference_choose_experts
 from tests.engine.kernels.pools import DEVICE, DTYPES, random
 from tests.support.grids import quick
 
@@ -46,17 +47,19 @@ def test_fused_router_equals_its_parts(
     rule: ChoiceRule, num_experts: int, has_bias: bool, num_tokens: int, has_more: bool
 ) -> None:
     """has_more: a bias of the logits, as in gpt-oss, and factors of experts, as in Gemma 4."""
-    more = {}
+    logit_bias, factors = None, None
     if has_more:
-        more = {"logit_bias_L": random(num_experts + rule.weighs_shared, seed=3), "factors_X": random(num_experts)}
+        logit_bias, factors = random(num_experts + rule.weighs_shared, seed=3), random(num_experts)
     x, weight = random(num_tokens, HIDDEN), random(num_experts + rule.weighs_shared, HIDDEN, seed=1) / 20
     bias, counters = random(num_experts, seed=2) / 9 if has_bias else None, new_counters(DEVICE)
-    expected = reference_route(x, weight, bias, counters, rule, is_exact=True, **more)
+    expected = reference_choose_experts(F.linear(x, weight, logit_bias), bias, rule, factors)
     # Twice, because counters must be reset.
     for _ in range(2):
-        chosen, weights, tiles = launch_route(x, weight, bias, counters, rule, is_exact=True, **more)
-        assert torch.equal(chosen, expected.chosen_TC) and not counters.any()
-        torch.testing.assert_close(weights, expected.weights_TC, atol=1e-5, rtol=1e-4)
+        chosen, weights, tiles = launch_route(
+            x, weight, bias, counters, rule, is_exact=True, logit_bias_L=logit_bias, factors_X=factors
+        )
+        assert torch.equal(chosen, expected[0]) and not counters.any()
+        torch.testing.assert_close(weights, expected[1], atol=1e-5, rtol=1e-4)
         rows, of_all = tiles.rows, num_experts + rule.num_shared
         choice_P, expert_B = launch_sort_into_tiles(chosen, num_experts=of_all, rows=rows)
         assert torch.equal(tiles.expert_B, expert_B)

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from engine.kernels.gated_mul import SILU, GatedActivation
-from engine.kernels.moe.expert_tiles import launch_sort_into_tiles, reference_sort_into_tiles
-from engine.kernels.moe.fused_experts import ExpertBiases, launch_fused_experts, reference_fused_experts
+from engine.kernels.moe.expert_tiles import launch_sort_into_tiles
+from engine.kernels.moe.fused_experts import ExpertBiases, launch_fused_experts
 from tests.engine.kernels.pools import DEVICE, DTYPES, random
+from tests.support.product_references import reference_fused_experts, reference_sort_into_tiles
 
 pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
 

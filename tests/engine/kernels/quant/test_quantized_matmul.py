@@ -14,18 +14,15 @@ from torch import Tensor
 from core.model.gguf_file import GGML_TYPES
 from engine.cpu.autotune import FP8, MeasuredWays, Ways
 from engine.kernels.gated_mul import GatedActivation
-from engine.kernels.moe.expert_tiles import sort_into_tiles
-from engine.kernels.moe.quantized_experts import launch_coded_experts, reference_coded_experts
+from engine.kernels.moe.expert_tiles import launch_sort_into_tiles
+from engine.kernels.moe.fused_experts import launch_coded_experts
 from engine.kernels.quant import quantized_matmul
-from engine.kernels.quant.code_panels import CodePanels, numbers_of
-from engine.kernels.quant.int8_matmul import reference_quantize_inputs
+from engine.kernels.quant.code_panels import CodePanels
 from engine.kernels.quant.quantized_matmul import (
     launch_coded_product,
     launch_widen,
     new_counters,
-    reference_coded_product,
 )
-from engine.layers import low_bit_matrix
 from engine.layers.code_parts import panels_of, rows_of
 from engine.layers.layers import TorchMatrix
 from engine.layers.low_bit_matrix import CodedMatrix
@@ -34,6 +31,12 @@ from tests.engine.kernels.moe.test_fused_experts import biases, choices
 from tests.engine.kernels.pools import DEVICE, DTYPES, random
 from tests.engine.kernels.read_bytes import count_reads
 from tests.support.grids import quick
+from tests.support.product_references import (
+    numbers_of,
+    reference_coded_experts,
+    reference_coded_product,
+    reference_quantize_inputs,
+)
 
 pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
 
@@ -227,7 +230,7 @@ def test_bias_residual_and_columns_of_a_wider_output() -> None:
     x, bias, residual = (random(*shape, dtype=torch.float16, seed=5) for shape in ((3, 256), (210,), (3, 210)))
     plain = TorchMatrix(torch.cat([numbers_of(part.panels) for part in matrix.parts]).half())
     torch.testing.assert_close(
-        multiplied(matrix, x, bias_O=bias, residual_TO=residual),
+        matrix.multiply(x, bias_O=bias, residual_TO=residual),
         plain.multiply(x, bias_O=bias, residual_TO=residual),
         atol=0.1,
         rtol=1e-2,
@@ -261,10 +264,10 @@ def test_prompts_are_multiplied_in_fp8_if_measured_and_asked_for(tmp_path: Path)
         matrix = CodedMatrix.of([replace(weight, activations=activations)], DEVICE)
         assert matrix is not None
         matrix.measure(FP8Fails(tmp_path))
-        unmeasured = multiplied(matrix, x, bias_O=bias, residual_TO=residual)
+        unmeasured = matrix.multiply(x, bias_O=bias, residual_TO=residual)
         matrix.measure(FP8Wins(tmp_path))
         assert matrix.fp8_rows == 512 or activations is None
-        got = multiplied(matrix, x, bias_O=bias, residual_TO=residual)
+        got = matrix.multiply(x, bias_O=bias, residual_TO=residual)
         assert torch.equal(got, unmeasured) == (activations is None)
         if activations is not None or DEVICE.type == "cuda":
             torch.testing.assert_close(got.float(), product + bias + residual, atol=5e-2, rtol=1e-2)
@@ -314,7 +317,7 @@ def test_both_expert_matrices_share_the_tiles(
     down = stacked([random_weight(down_name, 64, 256, seed=i) for i in range(2)])
     x, chosen = random(130, 64, seed=3) / 20, choices(130, 2, 1)
     expected = reference_coded_experts(x, gate_up, down, chosen)
-    for tiles in (None, sort_into_tiles(chosen, num_experts=2, rows=128)):
+    for tiles in (None, launch_sort_into_tiles(chosen, num_experts=2, rows=128)):
         got = launch_coded_experts(x, gate_up, down, chosen, tiles)
         assert (got - expected).norm() < 1e-4 * expected.norm()
 
@@ -359,9 +362,3 @@ def launched(x: Tensor, panels: CodePanels, *, splits: int | None = None) -> Ten
     got = launch_coded_product(x, panels, counters, splits=splits)
     assert not counters.any(), "counters must be reset"
     return got.double()
-
-
-def multiplied(matrix: CodedMatrix, x: Tensor, **extras: Tensor) -> Tensor:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(low_bit_matrix, "coded_product", launch_coded_product)
-        return matrix.multiply(x, **extras)
