@@ -7,5 +7,6 @@ from tests.support.frontend_fixtures import (  # noqa: F401
     byte_level_dir,
     completions,
     endpoint,
-    openai_server,
+    serve,
+    server,
 )

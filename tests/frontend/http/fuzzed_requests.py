@@ -64,16 +64,12 @@ _PROMPTS = st.one_of(
     st.sampled_from(['"hi"', "[5, 6]", '["a", "b"]', "[[5], [6, 7]]", "[" + "5," * 40 + "5]", "[420, 421, 422]"]),
     _VALUES,
 )
+_CALLS = st.builds('{{"id":"a","function":{{"name":{0},"arguments":{1}}}}}'.format, _VALUES, _VALUES)
 _MESSAGES = st.one_of(
     st.just('[{"role":"user","content":"hi"}]'),
     st.builds('[{{"role":{0},"content":{1},"name":{2}}}]'.format, _VALUES, _VALUES, _VALUES),
     st.builds('[{{"role":"user","content":[{{"type":"text","text":{0}}}]}}]'.format, _VALUES),
-    st.builds(
-        '[{{"role":"assistant","content":{0},"tool_calls":[{{"id":"a","function":{{"name":{1},"arguments":{2}}}}}]}}]'.format,
-        _VALUES,
-        _VALUES,
-        _VALUES,
-    ),
+    st.builds('[{{"role":"assistant","content":{0},"tool_calls":[{1}]}}]'.format, _VALUES, _CALLS),
     _VALUES,
 )
 

@@ -5,28 +5,20 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import grpc
 import pytest
 
 from core.rpc import inference_pb2 as pb
-from core.rpc.inference_pb2_grpc import InferenceStub
-from frontend.access.access import Access
-from frontend.grpc.api import open_grpc_api
-from frontend.http.app import create_app
 from tests.support.fake_token_service import FakeTokenService
-from tests.support.http_server import serve_http
-from tests.support.plain_http import http_client
-from tests.support.tiny_service import MakeCompletions
+from tests.support.serving import Serve, Served
 
 _ASKED = {"prompt": "abc", "max_tokens": 7, "logprobs": 1, "return_token_ids": True}
 
 
-async def _chunks(completions: MakeCompletions, *, together: int, **more: Any) -> list[dict[str, Any]]:
+async def _chunks(served: Served, *, together: int, **more: Any) -> list[dict[str, Any]]:
     """Return the pieces of the one choice, without the final one."""
-    app = create_app(completions(FakeTokenService(together=together)), access=Access.anybody(), is_healthy=lambda: True)
+    served.fake.together = together
     body = _ASKED | {"stream": True, "stream_options": {"include_usage": True}} | more
-    async with serve_http(app) as address, http_client(base_url="http://{}:{}".format(*address)) as http:
-        answer = await http.post("/v1/completions", json=body)
+    answer = await served.http.post("/v1/completions", json=body)
     *events, done, rest = answer.text.split("\n\n")
     assert (done, rest) == ("data: [DONE]", "")
     *chunks, end, usage = [json.loads(event.removeprefix("data: ")) for event in events]
@@ -43,23 +35,22 @@ def _joined(chunks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("more", [{}, {"stop": "ca"}], ids=["to its length", "to a stop string"])
-async def test_http_sends_batched_tokens_together(completions: MakeCompletions, more: dict[str, Any]) -> None:
+async def test_http_sends_batched_tokens_together(serve: Serve, more: dict[str, Any]) -> None:
     """A stop string in the middle of a batch discards the tokens after it."""
-    alone = await _chunks(completions, together=1, **more)
-    together = await _chunks(completions, together=3, **more)
+    served = await serve()
+    alone = await _chunks(served, together=1, **more)
+    together = await _chunks(served, together=3, **more)
     assert _joined(together) == _joined(alone)
     sizes = [len(chunk["token_ids"]) for chunk in together]
     assert sizes == ([3, 1] if more else [3, 3, 1]) and len(alone) == sum(sizes)
 
 
-async def test_grpc_sends_batched_tokens_together(completions: MakeCompletions) -> None:
-    service = completions(FakeTokenService(together=3))
-    endpoint = await open_grpc_api(service, access=Access.anybody(), host="127.0.0.1", port=0)
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{endpoint.port}") as channel:
-        asked = pb.GenerateRequest(prompt="abc", sampling=pb.SamplingParams(max_tokens=7, logprobs=1))
-        events = [event async for event in InferenceStub(channel).Generate(asked, timeout=30)]
+async def test_grpc_sends_batched_tokens_together(serve: Serve) -> None:
+    served = await serve(token_service=FakeTokenService(together=3))
+    events = await served.generate(
+        pb.GenerateRequest(prompt="abc", sampling=pb.SamplingParams(max_tokens=7, logprobs=1))
+    )
     deltas = [event.delta for event in events if event.HasField("delta")]
     assert [delta.text for delta in deltas] == ["abc", "abc", "a"]
     assert all(list(delta.token_ids) == [one.token_id for one in delta.logprobs] for delta in deltas)
     assert events[-1].summary.usage.completion_tokens == 7
-    await endpoint.close(grace_s=0)

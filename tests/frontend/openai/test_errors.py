@@ -9,14 +9,12 @@ import openai
 import pytest
 
 from core.types.errors import CapacityError, LayoutMismatch, ReplicaLost
-from tests.support.openai_door import USER, OpenAIEndpoint
+from tests.support.serving import USER, Served
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-async def rejected(
-    endpoint: OpenAIEndpoint, body: Any, *, path: str = "/v1/completions", status: int = 400
-) -> dict[str, Any]:
+async def rejected(endpoint: Served, body: Any, *, path: str = "/v1/completions", status: int = 400) -> dict[str, Any]:
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     answer = await endpoint.http.post(path, content=raw)
     assert answer.status_code == status, answer.text
@@ -78,7 +76,7 @@ UNSUPPORTED = [
 
 
 @pytest.mark.parametrize(("fields", "param", "says"), WRONG, ids=lambda value: str(value)[:40])
-async def test_invalid_text_request(endpoint: OpenAIEndpoint, fields: dict[str, Any], param: str, says: str) -> None:
+async def test_invalid_text_request(endpoint: Served, fields: dict[str, Any], param: str, says: str) -> None:
     error = await rejected(endpoint, {"prompt": "a", **fields})
     assert error["param"] == param and says in error["message"] and param.split("[")[0] in error["message"]
     assert error["type"] == "invalid_request_error" and error["code"] == "invalid_value"
@@ -86,7 +84,7 @@ async def test_invalid_text_request(endpoint: OpenAIEndpoint, fields: dict[str, 
 
 @pytest.mark.parametrize(("fields", "param", "says"), UNSUPPORTED, ids=lambda value: str(value)[:40])
 async def test_unsupported_fields_have_their_own_code(
-    endpoint: OpenAIEndpoint, fields: dict[str, Any], param: str, says: str
+    endpoint: Served, fields: dict[str, Any], param: str, says: str
 ) -> None:
     error = await rejected(endpoint, {"prompt": "a", **fields})
     assert error["param"] == param and says in error["message"] and error["code"] == "unsupported_parameter"
@@ -142,7 +140,7 @@ WRONG_CHAT: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("fields", "param", "says"), WRONG_CHAT, ids=lambda value: str(value)[:40])
-async def test_invalid_chat(endpoint: OpenAIEndpoint, fields: dict[str, Any], param: str, says: str) -> None:
+async def test_invalid_chat(endpoint: Served, fields: dict[str, Any], param: str, says: str) -> None:
     error = await rejected(endpoint, {"messages": USER, **fields}, path="/v1/chat/completions")
     assert error["param"] == param and says in error["message"]
 
@@ -166,16 +164,16 @@ async def test_invalid_chat(endpoint: OpenAIEndpoint, fields: dict[str, Any], pa
     ],
     ids=["cut", "empty", "list", "utf8", "surrogate", "surrogate in a schema", "nested", "nan", "missing"],
 )
-async def test_body_that_is_not_a_request(endpoint: OpenAIEndpoint, body: bytes, says: str) -> None:
+async def test_body_that_is_not_a_request(endpoint: Served, body: bytes, says: str) -> None:
     assert says in (await rejected(endpoint, body))["message"]
 
 
-async def test_unknown_model(endpoint: OpenAIEndpoint) -> None:
+async def test_unknown_model(endpoint: Served) -> None:
     error = await rejected(endpoint, {"model": "gpt-9", "prompt": "a"}, status=404)
     assert (error["code"], error["param"]) == ("model_not_found", "model")
 
 
-async def test_too_long_prompt(endpoint: OpenAIEndpoint) -> None:
+async def test_too_long_prompt(endpoint: Served) -> None:
     for prompt in ([1] * 300, "word " * 1_000_000):
         assert (await rejected(endpoint, {"prompt": prompt}))["code"] == "context_length_exceeded"
     messages = [{"role": "user", "content": "word " * 1000}]
@@ -183,7 +181,7 @@ async def test_too_long_prompt(endpoint: OpenAIEndpoint) -> None:
     assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
 
 
-async def test_client_exceptions(endpoint: OpenAIEndpoint) -> None:
+async def test_client_exceptions(endpoint: Served) -> None:
     with pytest.raises(openai.BadRequestError, match="temperature: must be from 0") as caught:
         await endpoint.client.chat.completions.create(model="tiny", messages=USER, temperature=-1)
     assert (caught.value.param, caught.value.code) == ("temperature", "invalid_value")
@@ -191,7 +189,7 @@ async def test_client_exceptions(endpoint: OpenAIEndpoint) -> None:
         await endpoint.client.chat.completions.create(model="gpt-9", messages=USER, stream=True)
 
 
-async def test_unknown_routes(endpoint: OpenAIEndpoint) -> None:
+async def test_unknown_routes(endpoint: Served) -> None:
     missing = await endpoint.http.get("/v2/nothing")
     assert missing.status_code == 404 and missing.json()["error"]["code"] == "not_found"
     wrong = await endpoint.http.get("/v1/completions")
@@ -203,13 +201,13 @@ async def test_unknown_routes(endpoint: OpenAIEndpoint) -> None:
     ("path", "says"),
     [("/chat/completions", "ends with /v1"), ("/v1/v1/messages", "without it"), ("/v1/embeddings", ": Not Found")],
 )
-async def test_wrong_base_url_gets_a_hint(endpoint: OpenAIEndpoint, path: str, says: str) -> None:
+async def test_wrong_base_url_gets_a_hint(endpoint: Served, path: str, says: str) -> None:
     answer = await endpoint.http.post(path, json={})
     assert answer.status_code == 404 and answer.json()["error"]["message"].endswith(says)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_full_cluster(endpoint: OpenAIEndpoint, stream: bool) -> None:
+async def test_full_cluster(endpoint: Served, stream: bool) -> None:
     endpoint.fake.reject = CapacityError("every decode replica is full", retry_after_s=2.2)
     body = {"prompt": "a", "stream": stream}
     answer = await endpoint.http.post("/v1/completions", json=body)
@@ -230,7 +228,7 @@ async def test_full_cluster(endpoint: OpenAIEndpoint, stream: bool) -> None:
     ids=["lost", "mismatch", "bug"],
 )
 async def test_failure_before_the_first_token(
-    endpoint: OpenAIEndpoint, error: Exception, status: int, code: str, stream: bool
+    endpoint: Served, error: Exception, status: int, code: str, stream: bool
 ) -> None:
     endpoint.fake.fail_after = (0, error)
     answer = await endpoint.http.post("/v1/completions", json={"prompt": "a", "stream": stream})
@@ -238,7 +236,7 @@ async def test_failure_before_the_first_token(
     assert "secret" not in answer.text
 
 
-async def test_failure_in_the_stream(endpoint: OpenAIEndpoint) -> None:
+async def test_failure_in_the_stream(endpoint: Served) -> None:
     endpoint.fake.fail_after = (2, ReplicaLost("decode-0 died"))
     answer = await endpoint.http.post("/v1/completions", json={"prompt": "abc", "stream": True})
     assert answer.status_code == 200
@@ -251,7 +249,7 @@ async def test_failure_in_the_stream(endpoint: OpenAIEndpoint) -> None:
             pass
 
 
-async def test_failure_of_one_prompt_fails_the_request(endpoint: OpenAIEndpoint) -> None:
+async def test_failure_of_one_prompt_fails_the_request(endpoint: Served) -> None:
     endpoint.fake.fail_after = (2, ReplicaLost("decode-0 died"))
     answer = await endpoint.http.post("/v1/completions", json={"prompt": ["a", "b", "c"]})
     assert answer.status_code == 503

@@ -6,13 +6,8 @@ from typing import Any
 
 import pytest
 
-from frontend.access.access import Access
-from frontend.http.app import create_app
 from tests.frontend.access.keys import access_with, issue
-from tests.support.fake_token_service import FakeTokenService
-from tests.support.http_server import serve_http
-from tests.support.openai_door import USER, OpenAIEndpoint
-from tests.support.plain_http import http_client
+from tests.support.serving import USER, Served, serving
 from tests.support.tiny_service import MakeCompletions
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -33,7 +28,7 @@ _TEXT = "The capital 你好<|im_end|>"
     ],
 )
 async def test_rendered_tokens_equal_those_sent_to_the_engine(
-    endpoint: OpenAIEndpoint, path: str, body: dict[str, Any]
+    endpoint: Served, path: str, body: dict[str, Any]
 ) -> None:
     answer = await endpoint.http.post(f"/v1/{path}/render", json={**body, "mood": 1})
     assert answer.headers["x-ignored-fields"] == "mood" and not endpoint.fake.started
@@ -63,33 +58,27 @@ async def test_rendered_tokens_equal_those_sent_to_the_engine(
         ("chat/completions", {"messages": USER, "max_tokens": 1000}),
     ],
 )
-async def test_rejects_the_same_requests_as_generation(
-    endpoint: OpenAIEndpoint, path: str, body: dict[str, Any]
-) -> None:
+async def test_rejects_the_same_requests_as_generation(endpoint: Served, path: str, body: dict[str, Any]) -> None:
     asked = await endpoint.http.post(f"/v1/{path}", json=body)
     rendered = await endpoint.http.post(f"/v1/{path}/render", json=body)
     assert rendered.status_code == asked.status_code in (400, 404) and rendered.json() == asked.json()
 
 
 async def test_key_is_required_and_tokens_are_not_charged(completions: MakeCompletions) -> None:
-    service, known = completions(FakeTokenService()), issue("acme", tpm=1000, rpm=10)
-    app = create_app(service, access=access_with(known), is_healthy=lambda: True)
-    async with serve_http(app) as (host, port), http_client(base_url=f"http://{host}:{port}") as http:
+    known = issue("acme", tpm=1000, rpm=10)
+    async with serving(completions(), access=access_with(known)) as served:
         for path, body in (("completions", {"prompt": "a"}), ("chat/completions", {"messages": USER})):
-            assert (await http.post(f"/v1/{path}/render", json=body)).status_code == 401
-            answer = await http.post(f"/v1/{path}/render", json=body, headers={"authorization": known.header})
+            path, headers = f"/v1/{path}/render", {"authorization": known.header}
+            assert (await served.http.post(path, json=body)).status_code == 401
+            answer = await served.http.post(path, json=body, headers=headers)
             assert answer.headers["x-ratelimit-remaining-tokens"] == "1000"
         assert answer.headers["x-ratelimit-remaining-requests"] == "8"
-    service.close()
 
 
 async def test_repeated_prompts_are_limited(completions: MakeCompletions) -> None:
-    service = completions(FakeTokenService(), max_context=2**15)
-    app = create_app(service, access=Access.anybody(), is_healthy=lambda: True)
-    async with serve_http(app) as (host, port), http_client(base_url=f"http://{host}:{port}") as http:
+    async with serving(completions(max_context=2**15)) as served:
         for number, status in ((90, 200), (110, 400)):
             body = {"prompt": ["x" * 9000] * number, "max_tokens": 1}
-            answer = await http.post("/v1/completions/render", json=body, timeout=60)
+            answer = await served.http.post("/v1/completions/render", json=body, timeout=60)
             assert answer.status_code == status
         assert answer.json()["error"]["param"] == "prompt"
-    service.close()

@@ -9,24 +9,15 @@ import grpc
 import pytest
 
 from core.rpc import inference_pb2 as pb
-from core.rpc.inference_pb2_grpc import InferenceStub
-from frontend.access.access import Access
-from frontend.grpc.api import open_grpc_api
-from frontend.http.app import create_app
 from frontend.text.tokenizer import Tokenizer
-from tests.frontend.access.keys import access_with, issue
-from tests.support.fake_token_service import FakeTokenService
-from tests.support.http_server import serve_http
-from tests.support.openai_door import USER, OpenAIEndpoint
-from tests.support.plain_http import http_client
-from tests.support.tiny_service import MakeCompletions
+from tests.support.serving import USER, Served, refusal
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 _TEXT = "The capital 你好<|im_end|>"
 
 
-async def test_tokenize_and_detokenize_text(endpoint: OpenAIEndpoint, byte_level: Tokenizer) -> None:
+async def test_tokenize_and_detokenize_text(endpoint: Served, byte_level: Tokenizer) -> None:
     body = {"model": "tiny", "prompt": _TEXT, "return_token_strs": True}
     told = (await endpoint.http.post("/tokenize", json=body)).json()
     ids = byte_level.encode(_TEXT)
@@ -37,7 +28,7 @@ async def test_tokenize_and_detokenize_text(endpoint: OpenAIEndpoint, byte_level
     assert not endpoint.fake.started
 
 
-async def test_messages_are_counted_like_a_chat(endpoint: OpenAIEndpoint) -> None:
+async def test_messages_are_counted_like_a_chat(endpoint: Served) -> None:
     for more in ({}, {"add_generation_prompt": False}, {"continue_final_message": True}):
         told = (await endpoint.http.post("/tokenize", json={"messages": USER, **more})).json()
         body = {"messages": USER, "max_tokens": 1, "return_token_ids": True, **more}
@@ -45,7 +36,7 @@ async def test_messages_are_counted_like_a_chat(endpoint: OpenAIEndpoint) -> Non
         assert told["tokens"] == asked["prompt_token_ids"] and told["token_strs"] is None
 
 
-async def test_prompt_is_truncated_at_the_front(endpoint: OpenAIEndpoint, byte_level: Tokenizer) -> None:
+async def test_prompt_is_truncated_at_the_front(endpoint: Served, byte_level: Tokenizer) -> None:
     ids = byte_level.encode("ab" * 200)
     for num, kept in ((3, 3), (-1, 255), (100_000, len(ids))):
         body = {"prompt": "ab" * 200, "truncate_prompt_tokens": num, "max_tokens": 1, "return_token_ids": True}
@@ -69,49 +60,31 @@ async def test_prompt_is_truncated_at_the_front(endpoint: OpenAIEndpoint, byte_l
     ],
 )
 async def test_invalid_requests_are_rejected_by_name(
-    endpoint: OpenAIEndpoint, path: str, body: dict[str, Any], param: str
+    endpoint: Served, path: str, body: dict[str, Any], param: str
 ) -> None:
     answer = await endpoint.http.post(path, json=body)
     assert answer.status_code in (400, 404) and answer.json()["error"]["param"] == param
 
 
-async def test_tokenizer_info(endpoint: OpenAIEndpoint, byte_level: Tokenizer) -> None:
+async def test_tokenizer_info(endpoint: Served, byte_level: Tokenizer) -> None:
     told = (await endpoint.http.get("/tokenizer_info")).json()
     (eos,) = byte_level.encode(told["eos_token"])
     assert eos in byte_level.eos_token_ids and "pad_token" in told
     assert told["chat_template"] == endpoint.service.prompts.chat_template.source != ""
 
 
-async def test_version(endpoint: OpenAIEndpoint) -> None:
+async def test_version(endpoint: Served) -> None:
     assert (await endpoint.http.get("/version")).json() == {"version": version("xpyd")}
 
 
-async def test_key_is_required(completions: MakeCompletions) -> None:
-    service = completions(FakeTokenService())
-    app = create_app(service, access=access_with(issue("known")), is_healthy=lambda: True)
-    async with serve_http(app) as (host, port), http_client(base_url=f"http://{host}:{port}") as http:
-        assert (await http.post("/tokenize", json={"prompt": "a"})).status_code == 401
-        assert (await http.post("/detokenize", json={"tokens": [1]})).status_code == 401
-        assert (await http.get("/version")).status_code == 401
-        assert (await http.get("/tokenizer_info")).status_code == 401
-    service.close()
-
-
-async def test_grpc_tokenize_and_detokenize(completions: MakeCompletions, byte_level: Tokenizer) -> None:
-    service = completions(FakeTokenService())
-    opened = await open_grpc_api(service, access=Access.anybody(), host="127.0.0.1", port=0)
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{opened.port}") as channel:
-        stub = InferenceStub(channel)
-        told = await stub.Tokenize(pb.TokenizeRequest(prompt=_TEXT))
-        assert (list(told.token_ids), told.max_context) == (byte_level.encode(_TEXT), 256)
-        chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")])
-        counted = await stub.Tokenize(pb.TokenizeRequest(chat=chat))
-        events = [event async for event in stub.Generate(pb.GenerateRequest(chat=chat))]
-        assert len(counted.token_ids) == events[-1].summary.usage.prompt_tokens
-        assert (await stub.Detokenize(pb.DetokenizeRequest(token_ids=told.token_ids))).text == _TEXT
-        for wrong in (stub.Tokenize(pb.TokenizeRequest()), stub.Detokenize(pb.DetokenizeRequest(token_ids=[10**6]))):
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await wrong
-            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    await opened.close(grace_s=0)
-    service.close()
+async def test_grpc_tokenize_and_detokenize(endpoint: Served, byte_level: Tokenizer) -> None:
+    stub = endpoint.stub
+    told = await stub.Tokenize(pb.TokenizeRequest(prompt=_TEXT))
+    assert (list(told.token_ids), told.max_context) == (byte_level.encode(_TEXT), 256)
+    chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")])
+    counted = await stub.Tokenize(pb.TokenizeRequest(chat=chat))
+    events = await endpoint.generate(pb.GenerateRequest(chat=chat))
+    assert len(counted.token_ids) == events[-1].summary.usage.prompt_tokens
+    assert (await stub.Detokenize(pb.DetokenizeRequest(token_ids=told.token_ids))).text == _TEXT
+    for wrong in (stub.Tokenize(pb.TokenizeRequest()), stub.Detokenize(pb.DetokenizeRequest(token_ids=[10**6]))):
+        assert (await refusal(wrong)).code is grpc.StatusCode.INVALID_ARGUMENT
