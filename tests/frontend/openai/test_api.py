@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ import pytest
 
 from cluster.bench.endpoints import open_endpoint
 from core.process.ports import free_port
-from core.types.request import SequenceRequest, choice_seed
 from core.wire.client_access import EndpointAccess
 from frontend.text.tokenizer import Tokenizer
 from tests.support.serving import USER, Served, serving
@@ -152,11 +149,6 @@ async def test_best_of_returns_the_most_likely_choices(endpoint: Served, byte_le
     assert [choice.text for choice in same.choices] == ["aa", "bbb"] * 2
 
 
-async def test_prompt_of_token_ids(endpoint: Served, byte_level: Tokenizer) -> None:
-    answer = await endpoint.client.completions.create(model="tiny", prompt=byte_level.encode("ab"), max_tokens=4)
-    assert answer.choices[0].text == "abab"
-
-
 async def test_echo(endpoint: Served, byte_level: Tokenizer) -> None:
     fields: dict[str, Any] = {"model": "tiny", "max_tokens": 2, "echo": True}
     ids = byte_level.encode("<|im_start|>ab")
@@ -165,24 +157,6 @@ async def test_echo(endpoint: Served, byte_level: Tokenizer) -> None:
         assert whole.choices[0].text == "<|im_start|>aba"  # the special token of the answer is not shown
         stream = await endpoint.client.completions.create(prompt=prompt, stream=True, **fields)
         assert "".join([chunk.choices[0].text async for chunk in stream]) == "<|im_start|>aba"
-
-
-async def test_seeds(endpoint: Served, byte_level: Tokenizer) -> None:
-    def draw(request: SequenceRequest, choice: int) -> Sequence[int]:
-        return random.Random(choice_seed(request.sampling.seed, choice)).choices(range(100, 300), k=8)
-
-    endpoint.fake.script = draw
-
-    async def texts(seed: int | None, n: int = 1) -> list[str | None]:
-        answer = await endpoint.client.chat.completions.create(
-            model="tiny", messages=USER, seed=seed, n=n, max_tokens=8
-        )
-        return [choice.message.content for choice in answer.choices]
-
-    assert await texts(7) == await texts(7) != await texts(8)
-    assert await texts(None) != await texts(None)
-    first, second = await texts(7, n=2)
-    assert [first] == await texts(7) and first != second
 
 
 async def test_chat_logprobs(endpoint: Served, byte_level: Tokenizer) -> None:
@@ -223,6 +197,7 @@ async def test_extensions_reach_the_workers(endpoint: Served, byte_level: Tokeni
         "stop_token_ids": [300],
         "ignore_eos": True,
         "min_tokens": 2,
+        "seed": 7,
         "include_stop_str_in_output": True,
         "skip_special_tokens": False,
         "cache_salt": "acme",
@@ -247,7 +222,7 @@ async def test_extensions_reach_the_workers(endpoint: Served, byte_level: Tokeni
     sampling = sent.sampling
     assert (sampling.top_k, sampling.min_p, sampling.repetition_penalty) == (5, 0.25, 1.5)
     assert (sampling.stop_token_ids, sampling.min_tokens, sampling.max_tokens) == ((300,), 2, 4)
-    assert (sampling.temperature, sampling.top_p) == (0.5, 0.5)
+    assert (sampling.temperature, sampling.top_p, sampling.seed) == (0.5, 0.5, 7)
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, -0.5)
     assert sampling.token_rules is not None
     assert sampling.token_rules.logit_bias == ((2, 3.0), (11, -100.0))
