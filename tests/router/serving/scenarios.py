@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Awaitable, Callable
+from functools import wraps
+from inspect import Signature, signature
 from random import Random
+from typing import Any
 
 from core.types.request import Role
 from tests.router.serving.fake_worker import FakeWorker
@@ -161,6 +164,22 @@ def play(scenario: Scenario, seed: int) -> None:
     finally:
         gc.enable()
         loop.close()
+
+
+def in_world(*, seeds: int = 1) -> Callable[[Callable[..., Awaitable[None]]], Callable[..., None]]:
+    """Decorator of an async test that plays in a `world`, once for each seed."""
+
+    def decorated(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+        @wraps(test)
+        def run(**given: Any) -> None:
+            for seed in range(seeds):
+                play(lambda world: test(world, **given), seed)
+
+        _, *parameters = signature(test).parameters.values()
+        run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+        return run
+
+    return decorated
 
 
 def _deploy(world: World, *, prefills: int, decodes: int) -> None:
