@@ -1,13 +1,19 @@
-"""Errors of inconsistent specs: one line that names the path."""
+"""Errors of inconsistent specs and plugin names: one line that names the path; and windows of a spec's model."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from core.model import config as model_config
+from core.model.recurrent import ShortConvShape
+from core.spec.kv_windows import why_windows_stay
 from core.spec.loader import load_spec, parse_spec
+from core.spec.plugin import find, made
 from core.types.errors import SpecError
 
 DETERMINISTIC = {"engine": {"deterministic": True}, "kv": {"wire_dtype": "raw"}}
@@ -194,3 +200,102 @@ def test_section_errors_do_not_print_the_section() -> None:
 def test_errors_about_two_sections_have_no_empty_path() -> None:
     with pytest.raises(SpecError, match=r"^spec: speculation\.method: self needs decode\.tensor_parallel: 1"):
         parse_spec({"speculation": {"method": "self"}, "decode": {"tensor_parallel": 2}})
+
+
+_MODULES = {
+    "plugin_good": "class Made:\n    def __init__(self, size: int) -> None: ...\nX = 3",
+    "plugin_raises": "raise RuntimeError('not today')",
+    "plugin_syntax": "def (",
+    "plugin_exits": "import sys; sys.exit(3)",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("nosuch", "must be ours or a MODULE:NAME"),
+        ("plugin_nosuch:X", "PYTHONPATH"),
+        ("plugin_good:Y", "AttributeError"),
+        ("plugin_good:X", "must be a class"),
+        ("plugin_raises:X", "RuntimeError: not today"),
+        ("plugin_syntax:X", "SyntaxError"),
+        ("plugin_exits:X", "SystemExit: 3"),
+    ],
+)
+def test_invalid_name_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, reason: str) -> None:
+    for module, text in _MODULES.items():
+        (tmp_path / f"{module}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SpecError) as rejected:
+        find(name, {"ours": object})
+    assert (
+        str(rejected.value).startswith(f"{name}: ")
+        and reason in str(rejected.value)
+        and "\n" not in str(rejected.value)
+    )
+
+
+def test_wrong_signature_is_one_line() -> None:
+    def make(*, size: int) -> int:
+        return size
+
+    assert made("a:b", make, size=3) == 3
+    with pytest.raises(SpecError, match=r"a:b: cannot be created: .*count"):
+        made("a:b", make, count=3)
+
+
+_MISTRAL = {
+    "architectures": ["MistralForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+    "max_position_embeddings": 32768,
+    "sliding_window": 1024,
+}
+
+
+_GEMMA = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "head_dim": 32,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 32,
+}
+
+
+@pytest.mark.parametrize(
+    ("spec", "config", "why"),
+    [
+        ({}, {}, None),
+        ({"speculation": {"method": "ngram"}}, {}, None),
+        ({}, {"sliding_window": None}, "no layer has an attention window"),
+        ({"model": {"max_context": 1024}}, {}, "contexts of 1024 tokens are not longer than the window of 1024"),
+        ({}, {"sliding_window": 8192}, "the window of 8192 tokens is large, and model.max_context is not set"),
+        ({"model": {"max_context": 32768}}, {"sliding_window": 8192}, None),
+        (
+            {"prefill": {"kv_host_gib": 1}},
+            {},
+            "lower tiers keep a block by its layers without a window, and every layer has one",
+        ),
+        ({"prefill": {"kv_host_gib": 1}}, _GEMMA, None),
+        ({"speculation": {"method": "self"}}, {}, None),
+    ],
+)
+def test_windows_stay_for_a_reason(
+    spec: dict[str, Any], config: dict[str, Any], why: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(_MISTRAL | config))
+    assert why_windows_stay(parse_spec(spec), model_config.load(tmp_path)) == why
+
+
+def test_windows_stay_beside_recurrent_layers(tmp_path: Path) -> None:
+    """No supported family has both."""
+    (tmp_path / "config.json").write_text(json.dumps(_MISTRAL))
+    state = ShortConvShape(hidden_size=64, conv_width=3, has_bias=False)
+    model = model_config.load(tmp_path)
+    first, second = model.layers
+    mixed = replace(model, layers=(replace(first, recurrent=state, window=None), second))
+    why = "states of recurrent layers and parts of blocks are not kept together"
+    assert why_windows_stay(parse_spec({}), mixed) == why
