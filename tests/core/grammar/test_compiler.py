@@ -14,13 +14,12 @@ from core.grammar.mask import GrammarMask
 from core.types.constraints import MAX_GRAMMAR_BYTES, MAX_SCHEMA_BYTES, Grammar, GrammarKind
 from core.types.errors import RequestError
 from tests.support.character_tokenizer import CHARACTERS, END, save_tokenizer
+from tests.support.masks import character_ids, is_allowed, make_compiler
 
 
 @pytest.fixture(scope="module")
 def compiler(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
-    directory = tmp_path_factory.mktemp("model")
-    save_tokenizer(directory)
-    return GrammarCompiler(directory, vocab_size=128)
+    return make_compiler(tmp_path_factory.mktemp("model"))
 
 
 def _mask(compiler: GrammarCompiler, kind: GrammarKind, text: str) -> GrammarMask:
@@ -29,9 +28,8 @@ def _mask(compiler: GrammarCompiler, kind: GrammarKind, text: str) -> GrammarMas
 
 def _allowed(mask: GrammarMask, text: str) -> str:
     """Return the characters allowed after `text`; $ for the end."""
-    tokens = [0, 0, *(CHARACTERS.index(character) for character in text)]
-    words = mask.allowed(tokens, 2)
-    ids = [i for i in range(len(words) * 32) if words[i // 32] >> (i % 32) & 1]
+    words = mask.allowed([0, 0, *character_ids(text)], 2)
+    ids = [i for i in range(len(words) * 32) if is_allowed(words, i)]
     return "".join(sorted("$" if i == END else CHARACTERS[i] for i in ids))
 
 
@@ -55,20 +53,12 @@ def test_fork_is_independent(compiler: GrammarCompiler) -> None:
 def test_forced_token_is_the_only_one_in_the_mask(compiler: GrammarCompiler) -> None:
     mask = _mask(compiler, GrammarKind.REGEX, "a(bc|bd)e?")
     for prefix, follows in (("", "a"), ("a", "b"), ("ab", ""), ("abc", ""), ("abce", "$")):
-        tokens = [0, 0, *(CHARACTERS.index(character) for character in prefix)]
-        only = mask.only(tokens, 2)
+        only = mask.only([0, 0, *character_ids(prefix)], 2)
         assert ("" if only is None else "$" if only == END else CHARACTERS[only]) == follows
         assert not follows or _allowed(mask, prefix) == follows
-    for ends in (
-        [],
-        [END, 3],
-        [END, END - 1],
-        [3, 99],
-    ):  # the last token is not forced, whichever mask words the candidates are in
-        assert (
-            compiler.compile(Grammar(kind=GrammarKind.REGEX, text="a")).mask(ends).only([CHARACTERS.index("a")], 0)
-            is None
-        )
+    for ends in ([], [END, 3], [END, END - 1], [3, 99]):  # the last token is not forced, in whichever words they are
+        mask = compiler.compile(Grammar(kind=GrammarKind.REGEX, text="a")).mask(ends)
+        assert mask.only(character_ids("a"), 0) is None
     wrong = _mask(compiler, GrammarKind.REGEX, "ab")
     assert wrong.only([CHARACTERS.index("x")], 0) is None and wrong.failure
 

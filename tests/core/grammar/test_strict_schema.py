@@ -12,7 +12,7 @@ from jsonschema import Draft202012Validator
 from core.grammar.compiler import CompiledGrammar, GrammarCompiler
 from core.types.constraints import Grammar, GrammarKind
 from core.types.errors import RequestError
-from tests.support.character_tokenizer import CHARACTERS, END, save_tokenizer
+from tests.support.masks import accepts, character_ids, make_compiler
 
 _FOO: dict[str, Any] = {"type": "object", "properties": {"foo": {"type": "integer"}}}
 _KNOWN_TO_US = ("time", "date-time", "hostname")  # jsonschema does not check leap seconds and labels
@@ -21,20 +21,12 @@ _CALL = 'start: "<" answer\nanswer: %json '
 
 @pytest.fixture(scope="module")
 def compiler(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
-    directory = tmp_path_factory.mktemp("model")
-    save_tokenizer(directory)
-    return GrammarCompiler(directory, vocab_size=128)
+    return make_compiler(tmp_path_factory.mktemp("model"))
 
 
 def _compile(compiler: GrammarCompiler, schema: Any, kind: GrammarKind = GrammarKind.JSON_SCHEMA) -> CompiledGrammar:
     text = schema if isinstance(schema, str) else json.dumps(schema)
     return compiler.compile(Grammar(kind=kind, text=text))
-
-
-def _takes(compiled: CompiledGrammar, text: str) -> bool:
-    """Return whether the grammar accepts `text` as a whole answer."""
-    mask, tokens = compiled.mask([END]), [*(CHARACTERS.index(character) for character in text), END]
-    return all(mask.allowed(tokens[:i], 0)[token // 32] >> token % 32 & 1 for i, token in enumerate(tokens))
 
 
 @pytest.mark.filterwarnings("ignore:Possible (nested set|set intersection|set symmetric)")  # from Python's re
@@ -85,8 +77,8 @@ def test_invalid_instances_are_rejected(
     beside = _compile(compiler, _CALL + json.dumps(schema), GrammarKind.LARK)
     for text, is_right in [*((text, True) for text in right), *((text, False) for text in wrong)]:
         assert validator.is_valid(json.loads(text)) is is_right or schema.get("format") in _KNOWN_TO_US, text
-        assert _takes(compiled, text) is is_right, text
-        assert _takes(beside, "<" + text) is is_right, text
+        assert accepts(compiled, character_ids(text)) is is_right, text
+        assert accepts(beside, character_ids("<" + text)) is is_right, text
 
 
 @pytest.mark.parametrize(
@@ -115,16 +107,18 @@ def test_unenforceable_schema_is_rejected(compiler: GrammarCompiler, schema: Any
 
 def test_enforceable_schema_is_accepted(compiler: GrammarCompiler) -> None:
     counted = {"type": "object", "required": ["a"], "minProperties": 2, "additionalProperties": {"type": "null"}}
-    assert _takes(_compile(compiler, {**counted, "properties": {"a": {"const": 1}}}), '{"a": 1, "b": null}')
+    assert accepts(
+        _compile(compiler, {**counted, "properties": {"a": {"const": 1}}}), character_ids('{"a": 1, "b": null}')
+    )
     for step in (0.01, 1_000_000, 7, 16_383, 0.00000025):
-        assert _takes(_compile(compiler, {"type": "number", "multipleOf": step}), "0")
+        assert accepts(_compile(compiler, {"type": "number", "multipleOf": step}), character_ids("0"))
     odd = {"type": "object", "properties": {"\x07": {"const": r"\u0007"}}, "description": "\x07"}
-    assert _takes(_compile(compiler, odd), r'{"\u0007": "\\u0007"}')
+    assert accepts(_compile(compiler, odd), character_ids(r'{"\u0007": "\\u0007"}'))
 
 
 def test_lenient_schema_ignores_unenforceable_keywords(compiler: GrammarCompiler) -> None:
     schema = {"enum": ["\x07"], "minProperties": 2, "oneOf": [{"type": "string"}]}
-    assert _takes(_compile(compiler, schema, GrammarKind.LENIENT_JSON_SCHEMA), r'"\u0007"')
+    assert accepts(_compile(compiler, schema, GrammarKind.LENIENT_JSON_SCHEMA), character_ids(r'"\u0007"'))
     steps = {"type": "integer", "multipleOf": 999_983}
-    assert _takes(_compile(compiler, steps, GrammarKind.LENIENT_JSON_SCHEMA), "7")
-    assert not _takes(_compile(compiler, _FOO, GrammarKind.LENIENT_JSON_SCHEMA), r'{"\u0066oo": "x"}')
+    assert accepts(_compile(compiler, steps, GrammarKind.LENIENT_JSON_SCHEMA), character_ids("7"))
+    assert not accepts(_compile(compiler, _FOO, GrammarKind.LENIENT_JSON_SCHEMA), character_ids(r'{"\u0066oo": "x"}'))

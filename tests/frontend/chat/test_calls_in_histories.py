@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from frontend.parsers.thinking import TAGS, THINK
 from frontend.text.answer_reader import AnswerReader
 from frontend.text.events import Delta
 from tests.support.growth import growth
+from tests.support.serving import TEMPLATES
 
 _TEMPLATES = {  # with the format and the thinking tags that they show
     "deepseek_tools": ("deepseek_v3", None),
@@ -64,13 +64,7 @@ _arguments = st.fixed_dictionaries(
     },
 )
 _calls = st.lists(st.tuples(st.sampled_from(["look", "write.file"]), _arguments), min_size=1, max_size=3)
-_KNOWN = {
-    name: ChatTemplate(
-        (Path(__file__).parent / f"templates/{name}.jinja").read_text(),
-        special_tokens={"bos_token": "", "eos_token": ""},
-    )
-    for name in _TEMPLATES
-}
+_KNOWN = {name: ChatTemplate(TEMPLATES[name], special_tokens={"bos_token": "", "eos_token": ""}) for name in _TEMPLATES}
 
 
 @pytest.mark.parametrize("name", _TEMPLATES)

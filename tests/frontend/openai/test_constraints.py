@@ -22,7 +22,7 @@ from frontend.openai.messages import ToolGiven
 from frontend.openai.types import ChatBody, TextBody
 from frontend.responses.types import ResponsesBody
 from frontend.text.completion_request import CompletionRequest
-from tests.support.character_tokenizer import save_tokenizer
+from tests.support.masks import make_compiler
 from tests.support.serving import USER
 
 _SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -101,9 +101,7 @@ _VALUES: list[Any] = [1, 3, "x", None, {"$ref": "#"}, {"a": 1}, {"name": "f", "a
 
 @pytest.fixture(scope="module")
 def compiler(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
-    directory = tmp_path_factory.mktemp("model")
-    save_tokenizer(directory)
-    return GrammarCompiler(directory, vocab_size=128)
+    return make_compiler(tmp_path_factory.mktemp("model"))
 
 
 def _tool(name: str, schema: dict[str, Any]) -> ToolGiven:

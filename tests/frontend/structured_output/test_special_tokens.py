@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from frontend.structured_output.constrained_answer import bound_answer
 from frontend.structured_output.special_tokens import SpecialTokens
 from frontend.text.completion_request import CompletionRequest
 from frontend.text.tokenizer import Tokenizer
+from tests.support.masks import is_allowed
 
 _ADDED = ("<tool_call>", "</tool_call>", "<think>", "</think>", "<|call|>")
 _CALL = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
@@ -52,17 +52,13 @@ def _accepts(model_dir: Path, grammar: Grammar, text: str, *, is_spelt: bool, th
     tokens = {i: tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size) if not (is_spelt and i in apart)}
     while left:  # longest allowed token first
         words = mask.allowed(said, 0)
-        known = [token for token, text in tokens.items() if text and left.startswith(text) and _has(words, token)]
+        known = [token for token, text in tokens.items() if text and left.startswith(text) and is_allowed(words, token)]
         if not known:
             return False
         said.append(max(known, key=lambda token: len(tokens[token])))
         left = left[len(tokens[said[-1]]) :]
     assert is_spelt is not bool(apart & {*said}), "its markers are not what they were to be"
-    return _has(mask.allowed(said, 0), end)
-
-
-def _has(words: Sequence[int], token: int) -> bool:
-    return bool(int(words[token >> 5]) >> (token & 31) & 1)
+    return is_allowed(mask.allowed(said, 0), end)
 
 
 def _tags(form: Any) -> Grammar:

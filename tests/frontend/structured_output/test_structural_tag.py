@@ -17,7 +17,7 @@ from frontend.chat.output_format import OutputFormat
 from frontend.parsers.thinking import THINK
 from frontend.structured_output.constrained_answer import bound_answer
 from frontend.text.completion_request import CompletionRequest
-from tests.support.character_tokenizer import CHARACTERS, END, save_tokenizer
+from tests.support.masks import accepts, character_ids, make_compiler
 
 _CITY = {"type": "object", "properties": {"c": {"enum": ["Rome"]}}, "required": ["c"], "additionalProperties": False}
 _ROME = '{"c": "Rome"}'
@@ -52,9 +52,7 @@ _LIST: dict[str, Any] = {"type": "tags_with_separator", "tags": [_LOOK, _NOW], "
 
 @pytest.fixture(scope="module")
 def compiler(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
-    directory = tmp_path_factory.mktemp("letters")
-    save_tokenizer(directory)
-    return GrammarCompiler(directory, vocab_size=131)
+    return make_compiler(tmp_path_factory.mktemp("letters"), vocab_size=131)
 
 
 def _request(asked: Any, **chat: Any) -> CompletionRequest:
@@ -69,9 +67,7 @@ def _accepts(
     """Return whether the grammar accepts the whole text and may end there."""
     grammar = bound_answer(_request(asked, **chat), OutputFormat(tags=THINK if thinks else None), prompt)
     assert grammar is not None and grammar.kind is GrammarKind.LARK
-    mask = compiler.compile(grammar).mask([END])
-    ids = [*(CHARACTERS.index(character) for character in text), END]
-    return all(bool(int(mask.allowed(ids[:n], 0)[t >> 5]) >> (t & 31) & 1) for n, t in enumerate(ids))
+    return accepts(compiler.compile(grammar), character_ids(text))
 
 
 @pytest.mark.parametrize("asked", [{"format": _TAGS}, _OLD])
