@@ -34,24 +34,15 @@ def _compile(compiler: GrammarCompiler, schema: Any, kind: GrammarKind = Grammar
     ("schema", "right", "wrong"),
     [
         (_FOO, ['{"foo": 1}', '{"bar": "x"}', r'{"b\n": 1}'], [r'{"\u0066oo": "x"}', r'{"foo": 1, "\u0066oo": "x"}']),
-        (
-            {"patternProperties": {"^a": {"type": "null"}}, "additionalProperties": {"type": "boolean"}},
-            ['{"ab": null}', '{"b": true}'],
-            [r'{"\u0061b": true}'],
-        ),
+        ({"patternProperties": {"^a": {"type": "null"}}, "additionalProperties": {"type": "boolean"}}, ['{"ab": null}',
+         '{"b": true}'], [r'{"\u0061b": true}']),
         ({"format": "date"}, ['"2024-02-29"', '"2000-02-29"', '"1999-12-31"', "7"], ['"2023-02-29"', '"1900-02-29"']),
         ({"type": "string", "format": "date"}, ['"0001-01-01"'], ['"0000-01-01"']),
         ({"format": "time"}, ['"23:59:59Z"'], ['"23:58:60Z"', '"10:00:60+01:00"']),
-        (
-            {"format": "date-time", "allOf": [{"pattern": "Z$"}]},
-            ['"2024-02-29T01:02:03Z"'],
-            ['"2023-02-29T01:02:03Z"', '"2024-02-29T01:02:60Z"', '"2024-02-29T01:02:03+01:00"'],
-        ),
-        (
-            {"type": "string", "format": "hostname"},
-            ['"a"', '"b-c.d--e.example"', '"xn-a.ab.x-n--a"'],
-            ['"xn--x"', '"a.XN--aa---o47jg78q"', '"a..b"'],
-        ),
+        ({"format": "date-time", "allOf": [{"pattern": "Z$"}]}, ['"2024-02-29T01:02:03Z"'], ['"2023-02-29T01:02:03Z"',
+         '"2024-02-29T01:02:60Z"', '"2024-02-29T01:02:03+01:00"']),
+        ({"type": "string", "format": "hostname"}, ['"a"', '"b-c.d--e.example"', '"xn-a.ab.x-n--a"'], ['"xn--x"',
+         '"a.XN--aa---o47jg78q"', '"a..b"']),
         ({"exclusiveMinimum": 0, "maximum": 0.5}, ["0.1", "0.5", "0.00000001"], ["0", "0.0", "-0.1", "0.6"]),
         ({"allOf": [{"exclusiveMinimum": 2}, {"exclusiveMaximum": 2.25}]}, ["2.1", "2.24"], ["2", "2.0", "2.25"]),
         ({"minimum": -2.5, "exclusiveMaximum": -2, "maximum": -2}, ["-2.5", "-2.1"], ["-2", "-2.0", "-2.6"]),
@@ -62,13 +53,10 @@ def _compile(compiler: GrammarCompiler, schema: Any, kind: GrammarKind = Grammar
         ({"type": "string", "pattern": "^[a&&b]$"}, ['"a"', '"&"'], ['"c"']),
         ({"type": "string", "pattern": r"^[\]&&~~]$"}, [r'"]"', '"&"', '"~"'], ['"]~"']),
         ({"type": "string", "pattern": "^[]a]$|^[^]b]&&$"}, ['"a"', '"]"', '"c&&"'], ['"b&&"']),
-        (
-            {"patternProperties": {"^[[]$": {"type": "null"}}, "additionalProperties": False},
-            ['{"[": null}'],
-            ['{"x": 1}'],
-        ),
+        ({"patternProperties": {"^[[]$": {"type": "null"}}, "additionalProperties": False}, ['{"[": null}'],
+         ['{"x": 1}']),
     ],
-)
+)  # fmt: skip
 def test_invalid_instances_are_rejected(
     compiler: GrammarCompiler, schema: Any, right: list[str], wrong: list[str]
 ) -> None:

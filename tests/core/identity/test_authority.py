@@ -123,14 +123,8 @@ def _mistakes(root: IssuedAuthority, directory: Path) -> dict[str, tuple[dict[st
 @pytest.mark.parametrize(
     "mistake",
     [
-        "no file",
-        "no PEM",
-        "a certificate for a key",
-        "another's key",
-        "a key for all",
-        "no authority",
-        "not from there",
-        "ended",
+        *("no file", "no PEM", "a certificate for a key", "another's key", "a key for all", "no authority"),
+        *("not from there", "ended"),
     ],
 )
 def test_invalid_authority_file_is_one_line(root: IssuedAuthority, tmp_path: Path, mistake: str) -> None:

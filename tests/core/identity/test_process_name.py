@@ -31,14 +31,8 @@ def test_similar_names_are_not_ranks(group: str, member: str) -> None:
 @pytest.mark.parametrize(
     "uri",
     [
-        "",
-        "spiffe://blue/decode-12/3",
-        "xpyd://blue/decode-12",
-        "xpyd://blue/decode-12/3/4",
-        "xpyd://blue/decode-12/3\n",
-        "xpyd://blue/../3",
-        "xpyd://blue/decode.12/3",
-        "XPYD://blue/decode-12/3",
+        *("", "spiffe://blue/decode-12/3", "xpyd://blue/decode-12", "xpyd://blue/decode-12/3/4"),
+        *("xpyd://blue/decode-12/3\n", "xpyd://blue/../3", "xpyd://blue/decode.12/3", "XPYD://blue/decode-12/3"),
         "xpyd://-blue/decode-12/3",
     ],
 )

@@ -67,25 +67,13 @@ def test_generation_config_names_the_end_tokens(tmp_path: Path) -> None:
         ({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4.0}}, "linear", 8192),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 5e5, "factor": 2.0}}, "dynamic", 4096),
         ({"rope_theta": 5e5, "rope_scaling": _LLAMA3}, "llama3", 2048),
-        (
-            {
-                "rope_theta": 5e5,
-                "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024},
-            },
-            "yarn",
-            4096,
-        ),
+        ({"rope_theta": 5e5, "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}},
+         "yarn", 4096),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0}}, "yarn", 8192),
-        (
-            {
-                "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
-                "rope_scaling": {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0},
-            },
-            "yarn",
-            8192,
-        ),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+          "rope_scaling": {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0}}, "yarn", 8192),
     ],
-)
+)  # fmt: skip
 def test_rope_settings_in_both_forms(settings: dict[str, Any], kind: str, max_context: int, tmp_path: Path) -> None:
     config = model_config.load(write(tmp_path, **settings))
     assert (config.ropes[0].kind, config.max_context, config.ropes[0].theta) == (kind, max_context, 5e5)
@@ -119,26 +107,12 @@ def test_model_type_stands_for_a_missing_architecture(
         ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, (None, None)),
         ({"architectures": ["LlamaForCausalLM"], "sliding_window": 9}, (None, None)),
         ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 9, "use_sliding_window": False}, (None, None)),
-        (
-            {
-                "architectures": ["Qwen2ForCausalLM"],
-                "sliding_window": 9,
-                "use_sliding_window": True,
-                "max_window_layers": 1,
-            },
-            (None, 9),
-        ),
-        (
-            {
-                "architectures": ["Qwen3ForCausalLM"],
-                "sliding_window": 9,
-                "use_sliding_window": True,
-                "layer_types": ["sliding_attention", "full_attention"],
-            },
-            (9, None),
-        ),
+        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 9, "use_sliding_window": True,
+         "max_window_layers": 1}, (None, 9)),
+        ({"architectures": ["Qwen3ForCausalLM"], "sliding_window": 9, "use_sliding_window": True,
+         "layer_types": ["sliding_attention", "full_attention"]}, (9, None)),
     ],
-)
+)  # fmt: skip
 def test_sliding_windows(changes: dict[str, Any], windows: tuple[int | None, ...], tmp_path: Path) -> None:
     assert tuple(layer.window for layer in model_config.load(write(tmp_path, **changes)).layers) == windows
 

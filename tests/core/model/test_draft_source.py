@@ -178,12 +178,10 @@ def test_draft_model_is_fetched_before_a_role_switch(
         ({"speculation": {"method": "self", "model": "m"}}, "self needs none; leave it out"),
         ({"speculation": {"method": "mtp", "model": "m"}}, "mtp needs none; leave it out"),
         ({"speculation": {"method": "ngram", "model": "m"}}, "ngram needs none; leave it out"),
-        (
-            {"speculation": {"method": "self"}, "decode": {"tensor_parallel": 2}},
-            "self needs decode.tensor_parallel: 1; draft runs beside any",
-        ),
+        ({"speculation": {"method": "self"}, "decode": {"tensor_parallel": 2}},
+         "self needs decode.tensor_parallel: 1; draft runs beside any"),
     ],
-)
+)  # fmt: skip
 def test_method_and_model_must_match(tree: dict[str, Any], expected: str) -> None:
     with pytest.raises(SpecError, match=expected):
         parse_spec(tree)

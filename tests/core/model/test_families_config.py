@@ -95,26 +95,14 @@ def test_a_family_reads_these_settings(architecture: str) -> None:
         ("Gemma4", {"per_layer_config": []}, "per_layer_config is [], and must be a JSON object"),
         ("Gemma4", {"per_layer_config": {"²": {}}}, "per_layer_config: layer '²' is not one of the 4 layers"),
         ("Gemma4", {"per_layer_config": {"2": {"head_dim": 32}}}, "head_dim [16, 32] of full_attention layers"),
-        (
-            "Gemma4",
-            {"per_layer_config": {"3": {"num_key_value_heads": 4}}, "num_kv_shared_layers": 1},
-            "layer 3 shares keys and values with layer 2, which has other heads",
-        ),
-        (
-            "Gemma4",
-            {"num_global_key_value_heads": "3", "attention_k_eq_v": True},
-            "num_global_key_value_heads is '3', and must be a whole number",
-        ),
-        (
-            "Gemma4",
-            {"num_global_key_value_heads": 3, "attention_k_eq_v": True},
-            "must be a multiple of the 3 num_key_value_heads of layer 2",
-        ),
-        (
-            "Phi3",
-            {"rope_scaling": _LONGROPE | {"original_max_position_embeddings": 1}},
-            "rope type longrope has original_max_position_embeddings 1.0, and must have at least 2",
-        ),
+        ("Gemma4", {"per_layer_config": {"3": {"num_key_value_heads": 4}}, "num_kv_shared_layers": 1},
+         "layer 3 shares keys and values with layer 2, which has other heads"),
+        ("Gemma4", {"num_global_key_value_heads": "3", "attention_k_eq_v": True},
+         "num_global_key_value_heads is '3', and must be a whole number"),
+        ("Gemma4", {"num_global_key_value_heads": 3, "attention_k_eq_v": True},
+         "must be a multiple of the 3 num_key_value_heads of layer 2"),
+        ("Phi3", {"rope_scaling": _LONGROPE | {"original_max_position_embeddings": 1}},
+         "rope type longrope has original_max_position_embeddings 1.0, and must have at least 2"),
         ("NemotronH", {"hybrid_override_pattern": "M-*e"}, "hybrid_override_pattern 'M-*e'; one must give the kind"),
         ("NemotronH", {"hybrid_override_pattern": "M-E"}, "no layer has attention; at least one must have it"),
         ("NemotronH", {"layers_block_type": ["mlp", "rwkv"]}, "layers_block_type rwkv of layer 1 is not supported"),
@@ -125,7 +113,7 @@ def test_a_family_reads_these_settings(architecture: str) -> None:
         ("NemotronH", {"n_groups": 3}, "mamba_num_heads 128 is not a multiple of n_groups 3"),
         ("Phi3", {"rope_scaling": _LONGROPE | {"long_factor": [10**400] * 8}}, "rope_scaling.long_factor must be"),
     ],
-)
+)  # fmt: skip
 def test_a_setting_that_cannot_be_computed_is_named(family: str, changes: dict[str, Any], complaint: str) -> None:
     architecture = f"{family}ForCausalLM"
     raw = {"architectures": [architecture], **_SIZES, **_FAMILIES[architecture], **changes}

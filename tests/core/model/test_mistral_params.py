@@ -193,36 +193,26 @@ def test_an_odd_number_gives_one_line(params: dict[str, Any], key: str, inside: 
         (LARGE3 | {"sliding_window": 4096}, "sliding_window 4096 is not supported, and may change the results"),
         (_with(MINISTRAL3, "mscale", "yarn", 0.7), "yarn.mscale 0.7 is not supported, and may change the results"),
         (_with(MINISTRAL3, "apply_scale", "yarn", 2), "yarn.apply_scale is 2, and must be true or false"),
-        (
-            _with(MINISTRAL3, "original_max_position_embeddings", "llama_4_scaling", 8192),
-            "llama_4_scaling.original_max_position_embeddings is 8192, and must be yarn's, 16384",
-        ),
-        (
-            _with(LARGE3, "num_experts_per_tok", "moe", 129),
-            "moe.num_experts_per_tok is 129, and must be a whole number",
-        ),
-        (
-            _with(LARGE3, "num_expert_groups", "moe", 8),
-            "moe.num_expert_groups is 8, and must be a whole number from 1 to 1",
-        ),
+        (_with(MINISTRAL3, "original_max_position_embeddings", "llama_4_scaling", 8192),
+         "llama_4_scaling.original_max_position_embeddings is 8192, and must be yarn's, 16384"),
+        (_with(LARGE3, "num_experts_per_tok", "moe", 129),
+         "moe.num_experts_per_tok is 129, and must be a whole number"),
+        (_with(LARGE3, "num_expert_groups", "moe", 8),
+         "moe.num_expert_groups is 8, and must be a whole number from 1 to 1"),
         (_with(LARGE3, "route_every_n", "moe", 2), "moe.route_every_n is 2, and must be a whole number from 1 to 1"),
         (_with(MIXTRAL, "num_shared_experts", "moe", 2), "moe.num_shared_experts 2 is not supported, and may change"),
-        (
-            NEMO | {"quantization": {"qformat_weight": "int4"}},
-            "quantization.qformat_weight int4 is not supported; supp",
-        ),
+        (NEMO | {"quantization": {"qformat_weight": "int4"}},
+         "quantization.qformat_weight int4 is not supported; supp"),
         (NEMO | {"quantization": {"bits": 4}}, "quantization.qformat_weight (none) is not supported; supported: fp8"),
-        (
-            NEMO | {"quantization": {"qformat_weight": "fp8_e4m3", "qscheme_act": "CHANNEL"}},
-            "quantization.qscheme_act CHANNEL is not supported; supported: TENSOR, NO_SCALES",
-        ),
+        (NEMO | {"quantization": {"qformat_weight": "fp8_e4m3", "qscheme_act": "CHANNEL"}},
+         "quantization.qscheme_act CHANNEL is not supported; supported: TENSOR, NO_SCALES"),
         (NEMO | {"quantization": {"quant_method": "hqq"}}, "weights quantized by hqq are not supported"),
         (NEMO | {"quantization": {"quant_method": ["x"]}}, "weights quantized by ['x'] are not supported"),
         ("[]", "not a JSON object"),
         ("{", "not readable as JSON"),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_what_is_not_supported_is_named(params: Any, complaint: str, tmp_path: Path) -> None:
     with pytest.raises(SpecError) as caught:
         read(tmp_path, params)

@@ -166,17 +166,13 @@ def test_encrypt_needs_the_tcp_link(more: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("tree", "expected"),
     [
-        (
-            {"speculation": "auto"},
-            "speculation: a section of keys is expected, such as speculation.method (got 'auto')",
-        ),
+        ({"speculation": "auto"},
+         "speculation: a section of keys is expected, such as speculation.method (got 'auto')"),
         ({"autoscale": "on"}, "autoscale: a section of keys is expected, such as autoscale."),
-        (
-            {"decode": {"speculation": {}}},
-            "decode.speculation: unknown key; speculation belongs beside decode, not in it",
-        ),
+        ({"decode": {"speculation": {}}},
+         "decode.speculation: unknown key; speculation belongs beside decode, not in it"),
     ],
-)
+)  # fmt: skip
 def test_misplaced_or_scalar_section_gets_a_hint(tree: dict[str, Any], expected: str) -> None:
     with pytest.raises(SpecError) as rejected:
         parse_spec(tree)
@@ -274,15 +270,12 @@ _GEMMA = {
         ({"model": {"max_context": 1024}}, {}, "contexts of 1024 tokens are not longer than the window of 1024"),
         ({}, {"sliding_window": 8192}, "the window of 8192 tokens is large, and model.max_context is not set"),
         ({"model": {"max_context": 32768}}, {"sliding_window": 8192}, None),
-        (
-            {"prefill": {"kv_host_gib": 1}},
-            {},
-            "lower tiers keep a block by its layers without a window, and every layer has one",
-        ),
+        ({"prefill": {"kv_host_gib": 1}}, {},
+         "lower tiers keep a block by its layers without a window, and every layer has one"),
         ({"prefill": {"kv_host_gib": 1}}, _GEMMA, None),
         ({"speculation": {"method": "self"}}, {}, None),
     ],
-)
+)  # fmt: skip
 def test_windows_stay_for_a_reason(
     spec: dict[str, Any], config: dict[str, Any], why: str | None, tmp_path: Path
 ) -> None:

@@ -159,14 +159,9 @@ async def test_answer_follows_a_schema(serve: Serve) -> None:
 _TWO_ANSWERED: list[dict[str, Any]] = [
     *USER,
     {"role": "assistant", "content": [{"type": "tool_use", "id": id, "name": "f", "input": {}} for id in ("a", "b")]},
-    {
-        "role": "user",
-        "content": [
-            *({"type": "tool_result", "tool_use_id": id, "content": id, "is_error": False} for id in ("a", "b")),
-            {"type": "text", "text": "So?"},
-        ],
-    },
-]
+    {"role": "user", "content": [*({"type": "tool_result", "tool_use_id": id, "content": id,
+     "is_error": False} for id in ("a", "b")), {"type": "text", "text": "So?"}]},
+]  # fmt: skip
 _TWO_ANSWERED_IN_A_CHAT = [
     *USER,
     {"role": "assistant", "tool_calls": [{"id": id, "function": {"name": "f", "arguments": "{}"}} for id in "ab"]},

@@ -14,10 +14,21 @@ import grpc
 import pytest
 
 from core.rpc import inference_pb2 as pb
-from frontend.access.access import Access
-from frontend.grpc.api import open_grpc_api
 from frontend.http.connections import GRPC_ENDPOINT
-from tests.frontend.http.raw_http2 import frame, literal
+from tests.frontend.http.raw_http2 import (
+    ACK,
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    HEADERS,
+    PING,
+    PREFACE,
+    RESET,
+    SETTINGS,
+    WINDOW_UPDATE,
+    frame,
+    header_block,
+)
 from tests.support.event_loops import on_both_loops
 from tests.support.fake_token_service import FakeTokenService
 from tests.support.serving import Serve, refusal, serving
@@ -99,27 +110,17 @@ async def test_streams_per_connection_are_limited(serve: Serve) -> None:
 
 
 _NUM_CALLS = 3500  # gRPC's default drops some calls beyond 1,000 pending ones, and all beyond 3,000
-_DATA, _HEADERS, _RESET, _SETTINGS, _PING, _WINDOW_UPDATE = 0, 1, 3, 4, 6, 8
-_ACK, _END_STREAM, _END_HEADERS = 1, 1, 4
-_CALL = {
-    ":method": "POST",
-    ":scheme": "http",
-    ":path": "/cluster.v1.Inference/Tokenize",
-    ":authority": "x",
-    "te": "trailers",
-    "content-type": "application/grpc",
-}
 
 
 def _burst() -> bytes:
-    headers = b"".join(literal(*header) for header in _CALL.items())
+    headers = header_block("/cluster.v1.Inference/Tokenize")
     message = pb.TokenizeRequest(prompt="a").SerializeToString()
     data = struct.pack(">BI", 0, len(message)) + message
-    said = [b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", frame(_SETTINGS, 0, 0)]
-    said.append(frame(_WINDOW_UPDATE, 0, 0, struct.pack(">I", 1 << 24)))
+    said = [PREFACE, frame(SETTINGS, 0, 0)]
+    said.append(frame(WINDOW_UPDATE, 0, 0, struct.pack(">I", 1 << 24)))
     for stream in range(1, 2 * _NUM_CALLS, 2):
-        said += [frame(_HEADERS, _END_HEADERS, stream, headers), frame(_DATA, _END_STREAM, stream, data)]
-    return b"".join([*said, frame(_PING, 0, 0, bytes(8))])
+        said += [frame(HEADERS, END_HEADERS, stream, headers), frame(DATA, END_STREAM, stream, data)]
+    return b"".join([*said, frame(PING, 0, 0, bytes(8))])
 
 
 class _Ends:
@@ -136,22 +137,21 @@ class _Ends:
         self._buffer += data
         while len(self._buffer) >= 9 and len(self._buffer) >= (end := 9 + int.from_bytes(self._buffer[:3], "big")):
             kind, flags, stream = self._buffer[3], self._buffer[4], int.from_bytes(self._buffer[5:9], "big")
-            if kind == _DATA:
+            if kind == DATA:
                 self.answered.add(stream)
-            elif stream not in self.answered and (kind == _RESET or (kind == _HEADERS and flags & _END_STREAM)):
+            elif stream not in self.answered and (kind == RESET or (kind == HEADERS and flags & END_STREAM)):
                 self.cut_off.add(stream)
-            elif kind == _SETTINGS and not flags & _ACK:
-                self.replies += frame(_SETTINGS, _ACK, 0)
-            elif kind == _PING:
-                self.has_seen_all |= bool(flags & _ACK)
-                self.replies += b"" if flags & _ACK else frame(_PING, _ACK, 0, self._buffer[9:end])
+            elif kind == SETTINGS and not flags & ACK:
+                self.replies += frame(SETTINGS, ACK, 0)
+            elif kind == PING:
+                self.has_seen_all |= bool(flags & ACK)
+                self.replies += b"" if flags & ACK else frame(PING, ACK, 0, self._buffer[9:end])
             self._buffer = self._buffer[end:]
 
 
-async def test_no_call_of_a_burst_is_dropped(completions: MakeCompletions) -> None:
-    endpoint = await open_grpc_api(completions(FakeTokenService()), access=Access.anybody(), host="127.0.0.1", port=0)
-    ends = _Ends()
-    with socket.create_connection(("127.0.0.1", endpoint.port), timeout=30) as connection:
+async def test_no_call_of_a_burst_is_dropped(serve: Serve) -> None:
+    port, ends = (await serve()).api.port, _Ends()
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
         connection.sendall(_burst())
         while not ends.has_seen_all:  # this thread runs the event loop, which is blocked meanwhile
             ends.take(connection.recv(1 << 16))
@@ -162,5 +162,4 @@ async def test_no_call_of_a_burst_is_dropped(completions: MakeCompletions) -> No
                 replies, ends.replies = ends.replies, b""
                 await loop.sock_sendall(connection, replies)
                 ends.take(await loop.sock_recv(connection, 1 << 16))
-    await endpoint.close(grace_s=0)
     assert not ends.cut_off, f"{len(ends.cut_off)} of {_NUM_CALLS} were"

@@ -78,10 +78,8 @@ def _triggered(trigger: str, *tags: dict[str, Any]) -> Grammar:
     ("grammar", "text"),
     [
         (Grammar(kind=GrammarKind.JSON_SCHEMA, text='{"const": 1}'), f"{_CALL}\n{_CALL}"),
-        (
-            _triggered("<tool_call>", _tag("<tool_call>\n")),
-            "Hm. <tool_call>\n{}</tool_call> and <tool_call>\n{}</tool_call>",
-        ),
+        (_triggered("<tool_call>", _tag("<tool_call>\n")),
+         "Hm. <tool_call>\n{}</tool_call> and <tool_call>\n{}</tool_call>"),
         (_triggered("<tool", _tag("<tool_call>a "), _tag("<tool_call>b ")), "Hm. <tool_call>b {}</tool_call> so"),
         (_triggered("<|call|>f", _tag("<|call|>f")), "<|call|>f{}</tool_call>"),
         (_triggered("call:", _tag("call:", end="<|call|>")), "a call:{}<|call|>"),
@@ -89,7 +87,7 @@ def _triggered(trigger: str, *tags: dict[str, Any]) -> Grammar:
         (_tags(_tag("<think>", {"type": "any_text"}, "</think>!")), "<think>Hm, so.</think>!"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
-)
+)  # fmt: skip
 def test_marker_can_be_its_token(model_dir: Path, grammar: Grammar, text: str, is_spelt: bool) -> None:
     assert _accepts(model_dir, grammar, text, is_spelt=is_spelt)
 

@@ -126,21 +126,11 @@ async def two_are_full(world: World) -> None:
 
 
 SCENARIOS: list[Scenario] = [
-    nothing_happens,
-    one_of_three_is_stopped,
-    the_only_choice_is_stopped,
-    the_client_leaves,
-    the_decode_replica_drains,
-    it_drains_while_its_frames_are_slow,
-    the_decode_replica_dies,
-    the_decode_replica_falls_silent,
-    a_frame_comes_twice,
-    a_frame_is_lost,
-    the_prefill_replica_dies,
-    the_prefill_replica_dies_while_it_ships,
-    the_prefill_replica_dies_while_it_sends_prompt_logprobs,
-    a_decode_replica_that_computes_the_prompt_dies,
-    two_are_full,
+    *(nothing_happens, one_of_three_is_stopped, the_only_choice_is_stopped, the_client_leaves),
+    *(the_decode_replica_drains, it_drains_while_its_frames_are_slow, the_decode_replica_dies),
+    *(the_decode_replica_falls_silent, a_frame_comes_twice, a_frame_is_lost, the_prefill_replica_dies),
+    *(the_prefill_replica_dies_while_it_ships, the_prefill_replica_dies_while_it_sends_prompt_logprobs),
+    *(a_decode_replica_that_computes_the_prompt_dies, two_are_full),
 ]
 
 
