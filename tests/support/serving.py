@@ -18,6 +18,7 @@ import openai
 import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
+from openai.resources.responses import AsyncResponses
 
 from core.rpc import inference_pb2 as pb
 from core.rpc.inference_pb2_grpc import InferenceStub
@@ -77,6 +78,10 @@ class Served:
     @cached_property
     def client(self) -> openai.AsyncOpenAI:
         return self.openai()
+
+    @property
+    def responses(self) -> AsyncResponses:
+        return self.client.responses
 
     def openai(self, key: IssuedKey | None = None, **options: Any) -> openai.AsyncOpenAI:
         client = openai_client(base_url=f"{self.url}/v1", api_key=key.secret if key else "none", **options)

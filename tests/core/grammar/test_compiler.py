@@ -93,13 +93,6 @@ def test_no_stop_token_means_nothing_fits(compiler: GrammarCompiler) -> None:
     assert _allowed(mask, "ab") == "" and mask.failure
 
 
-def test_lenient_kind_ignores_unenforceable_keywords(compiler: GrammarCompiler) -> None:
-    text = json.dumps({"type": "array", "uniqueItems": True, "items": {"type": "null"}})
-    with pytest.raises(RequestError, match="uniqueItems"):
-        compiler.compile(Grammar(kind=GrammarKind.JSON_SCHEMA, text=text))
-    assert _allowed(_mask(compiler, GrammarKind.LENIENT_JSON_SCHEMA, text), "[") == "]n"
-
-
 _DEEP: dict[str, Any] = {"type": "string"}
 for _ in range(400):
     _DEEP = {"type": "array", "items": _DEEP}

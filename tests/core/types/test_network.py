@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ast
+import re
 from typing import Any
 
 import pytest
@@ -52,10 +52,10 @@ _OURS = {
 
 def test_every_error_is_in_the_tree() -> None:
     for name, path in modules().items():
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef) and name != errors.__name__:
-                bases = {ast.unparse(base).rpartition(".")[2] for base in node.bases}
-                assert not bases & (_OURS | {"Exception"}), f"{name}.{node.name} must be defined in {errors.__name__}"
+        for kind, bases in re.findall(r"^ *class (\w+)\(([^)]*)\)", path.read_text(), re.MULTILINE):
+            names = {base.strip().rpartition(".")[2] for base in bases.split(",")}
+            is_ours = name == errors.__name__ or not names & (_OURS | {"Exception"})
+            assert is_ours, f"{name}.{kind} must be defined in {errors.__name__}"
 
 
 def test_docstring_shows_the_tree() -> None:

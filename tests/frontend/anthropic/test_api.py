@@ -110,38 +110,18 @@ async def test_stop_reasons(endpoint: Served, byte_level: Tokenizer) -> None:
     assert endpoint.prompt.endswith("<|im_start|>assistant\nIt is"), "the answer continues it"
 
 
-@pytest.mark.parametrize("together", [1, 3, 1000])
-async def test_calls_whole_and_streamed(endpoint: Served, byte_level: Tokenizer, together: int) -> None:
-    broken = '<tool_call>{"name": "weather", "arguments": {"city": oh}} </tool_call> well'
-    answers: dict[str, list[Any]] = {
-        f"\n{_PARIS}\n{_LYON}\n": [{"city": "Paris 🎉", "days": 3}, {"city": "Lyon"}],
-        f"Let me look.\n{_PARIS}": ["Let me look.", {"city": "Paris 🎉", "days": 3}],
-        _PARIS.replace("weather", "whether"): [_PARIS.replace("weather", "whether")],
-        broken: [broken],
-    }
+async def test_calls_whole_and_streamed(endpoint: Served, byte_level: Tokenizer) -> None:
     fields: Any = {"model": "tiny", "max_tokens": 512, "messages": USER, "tools": [_TOOL]}
-    endpoint.fake.together = together
-    for text, expected in answers.items():
-        endpoint.say(text)
-        whole = await endpoint.anthropic().messages.create(**fields)
-        assert [block.input if block.type == "tool_use" else block.to_dict()["text"] for block in whole.content] == (
-            expected
-        )
-        assert whole.stop_reason == ("end_turn" if isinstance(expected[-1], str) else "tool_use")
-        async with endpoint.anthropic().messages.stream(**fields) as stream:
-            pieces = [event.partial_json async for event in stream if event.type == "input_json"]
-            final = await stream.get_final_message()
-        if text != broken:
-            assert _content_of(final) == _content_of(whole)
-            assert all(block.name == "weather" and block.id for block in final.content if block.type == "tool_use")
-        elif together == 1:  # part of the call had been sent
-            assert (final.content[0].type, final.content[1].to_dict()["text"]) == (
-                "tool_use",
-                "oh}} </tool_call> well",
-            )
-        assert final.stop_reason == whole.stop_reason
-        if together == 1 and final.stop_reason == "tool_use":
-            assert len(pieces) > 10, "arguments come as they are made"
+    endpoint.say(f"Let me look.\n{_PARIS}\n{_LYON}\n")
+    whole = await endpoint.anthropic().messages.create(**fields)
+    told = [block.input if block.type == "tool_use" else block.to_dict()["text"] for block in whole.content]
+    assert told == ["Let me look.", {"city": "Paris 🎉", "days": 3}, {"city": "Lyon"}]
+    assert whole.stop_reason == "tool_use"
+    async with endpoint.anthropic().messages.stream(**fields) as stream:
+        pieces = [event.partial_json async for event in stream if event.type == "input_json"]
+        final = await stream.get_final_message()
+    assert _content_of(final) == _content_of(whole) and len(pieces) > 10, "arguments come as they are made"
+    assert all(block.name == "weather" and block.id for block in final.content if block.type == "tool_use")
     endpoint.say(f"{_PARIS}\n{_LYON}")
     cut = await endpoint.anthropic().messages.create(**{**fields, "max_tokens": len(byte_level.encode(_PARIS)) + 3})
     assert (cut.content[0].type, cut.stop_reason) == ("tool_use", "max_tokens")

@@ -15,7 +15,6 @@ from typing import Any
 import openai
 import pytest
 from fastapi import FastAPI
-from starlette.types import Message
 
 from frontend.access.access import Access
 from frontend.http.app import create_app
@@ -38,11 +37,6 @@ async def served(serve: Serve) -> Served:
 @pytest.fixture
 def fake(served: Served) -> FakeTokenService:
     return served.fake
-
-
-@pytest.fixture
-def app(served: Served) -> FastAPI:
-    return create_app(served.service, access=Access.anybody(), is_healthy=lambda: True)
 
 
 @pytest.fixture
@@ -236,68 +230,12 @@ async def test_endless_upload_times_out(completions: MakeCompletions, fake: Fake
     assert not fake.started
 
 
-class AsgiServer:
-    """ASGI server that calls the application with given client messages."""
-
-    def __init__(self, app: FastAPI, body: dict[str, Any]) -> None:
-        self.sent: list[Message] = []
-        self.gone = asyncio.Event()
-        self._body: bytes | None = json.dumps(body).encode()
-        scope = {
-            "type": "http",
-            "asgi": {"version": "3.0", "spec_version": "2.4"},  # from 2.4 on, starlette does not poll for disconnects
-            "http_version": "1.1",
-            "method": "POST",
-            "scheme": "http",
-            "path": "/v1/completions",
-            "raw_path": b"/v1/completions",
-            "query_string": b"",
-            "root_path": "",
-            "headers": [],
-        }
-        self.task = asyncio.ensure_future(app(scope, self._receive, self._send))
-
-    async def _receive(self) -> Message:
-        if self._body is not None:
-            body, self._body = self._body, None
-            return {"type": "http.request", "body": body, "more_body": False}
-        await self.gone.wait()
-        return {"type": "http.disconnect"}
-
-    async def _send(self, message: Message) -> None:
-        self.sent.append(message)
-
-
-@pytest.mark.parametrize("body", BODIES, ids=IDS)
-async def test_disconnect_message_is_enough(app: FastAPI, fake: FakeTokenService, body: dict[str, Any]) -> None:
-    fake.hang_after = 3
-    server = AsgiServer(app, body)
-    await within(5, fake.is_hanging)
-    server.gone.set()
-    await asyncio.wait_for(server.task, 1)
-    assert fake.has_ended.is_set()
-
-
-@pytest.mark.parametrize("body", BODIES, ids=IDS)
-async def test_cancelled_application_is_enough(app: FastAPI, fake: FakeTokenService, body: dict[str, Any]) -> None:
-    fake.hang_after = 3
-    server = AsgiServer(app, body)
-    await within(5, fake.is_hanging)
-    server.task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await server.task
-    assert fake.has_ended.is_set()  # before the application returned
-
-
-async def test_headers_are_sent_with_the_first_token(app: FastAPI, fake: FakeTokenService) -> None:
-    fake.hang_after = 1
-    server = AsgiServer(app, BODIES[0])
-    await within(5, fake.is_hanging)
-    start, first = server.sent
-    assert b"x-request-id" in dict(start["headers"])
-    assert (start["status"], json.loads(first["body"][6:])["choices"][0]["text"]) == (200, "a")
-    server.gone.set()
-    await server.task
+async def test_headers_are_sent_with_the_first_token(served: Served) -> None:
+    served.fake.hang_after = 1
+    async with served.http.stream("POST", "/v1/completions", json=BODIES[0]) as answer:
+        first = await anext(answer.aiter_lines())
+        assert answer.status_code == 200 and "x-request-id" in answer.headers
+        assert json.loads(first.removeprefix("data: "))["choices"][0]["text"] == "a"
 
 
 # ---- large bodies

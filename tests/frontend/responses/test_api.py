@@ -64,8 +64,8 @@ async def _rejected(served: Served, **body: Any) -> tuple[int, str | None, str]:
 
 async def both(served: Served, **fields: Any) -> tuple[Response, Response, list[Any]]:
     """Return the whole response, the final response of a stream, and its events; both have the same text."""
-    whole = await served.client.responses.create(**fields)
-    events = [event async for event in await served.client.responses.create(**fields, stream=True)]
+    whole = await served.responses.create(**fields)
+    events = [event async for event in await served.responses.create(**fields, stream=True)]
     assert [event.sequence_number for event in events] == [*range(len(events))]
     return whole, events[-1].response, events
 
@@ -104,16 +104,11 @@ async def test_text_whole_and_streamed(served: Served) -> None:
     ]  # fmt: skip
     deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
     assert len(deltas) > 3 and "".join(deltas) == "Bonjour 🎉!"
-    async with served.client.responses.stream(input="hi", model="tiny") as stream:
+    async with served.responses.stream(input="hi", model="tiny") as stream:
         assert (await stream.get_final_response()).output_text == "Bonjour 🎉!"
-
-
-async def test_event_names(served: Served) -> None:
-    served.say("Yes.")
     answer = await served.http.post("/v1/responses", json={"input": "hi", "stream": True})
     assert answer.headers["content-type"].startswith("text/event-stream")
-    for block in answer.text.strip().split("\n\n"):
-        name, data = block.split("\n")
+    for name, data in (block.split("\n") for block in answer.text.strip().split("\n\n")):
         assert name.removeprefix("event: ") == json.loads(data.removeprefix("data: "))["type"]
 
 
@@ -140,7 +135,7 @@ async def test_calls_and_thinking(served: Served) -> None:
     served.fake.together = 4096  # all at once
     together, last, _ = await both(served, input="hi", tools=[_FUNCTION], reasoning={"summary": "auto"})
     assert same(together) == same(last) == same(whole), "however its tokens come"
-    async with served.client.responses.stream(input="hi", model="tiny", tools=[_FUNCTION]) as stream:
+    async with served.responses.stream(input="hi", model="tiny", tools=[_FUNCTION]) as stream:
         final = await stream.get_final_response()
     assert [item.type for item in final.output] == ["reasoning", "message", "function_call", "function_call"]
 
@@ -151,21 +146,17 @@ async def test_agent_turns(served: Served, by_id: bool) -> None:
     served.say(f"<think>Hm.</think>Look.\n{_PARIS}{_LYON}", "It is sunny.")
     fields: dict[str, Any] = {"model": "tiny", "tools": [_FUNCTION], "instructions": "Be brief."}
     history: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "Is it?"}]}]
-    first = await served.client.responses.parse(input=history, **fields)
+    first = await served.responses.parse(input=history, **fields)
     history += [item.to_dict() for item in first.output]
-    outputs = [
-        {
-            "type": "function_call_output",
-            "call_id": item.call_id,
-            "output": f"sunny in {item.parsed_arguments['city']}",
-        }
-        for item in first.output
-        if item.type == "function_call"
+    calls = [item for item in first.output if item.type == "function_call"]
+    outputs: list[Any] = [
+        {"type": "function_call_output", "call_id": call.call_id, "output": f"sunny in {call.parsed_arguments['city']}"}
+        for call in calls
     ]
     if by_id:
-        second = await served.client.responses.create(input=outputs, previous_response_id=first.id, **fields)
+        second = await served.responses.create(input=outputs, previous_response_id=first.id, **fields)
     else:
-        second = await served.client.responses.create(input=[*history, *outputs], store=False, **fields)
+        second = await served.responses.create(input=[*history, *outputs], store=False, **fields)
     assert (second.output_text, second.previous_response_id) == ("It is sunny.", first.id if by_id else None)
     assert served.prompt.startswith("<|im_start|>system\nBe brief.\n\n# Tools")
     assert served.prompt.endswith(
@@ -179,25 +170,25 @@ async def test_agent_turns(served: Served, by_id: bool) -> None:
 async def test_items_are_referenced_by_id(served: Served) -> None:
     """Vercel's AI SDK sends items back in this form."""
     served.say(f"Look.\n{_PARIS}", "It is sunny.", "Yes.")
-    first = await served.client.responses.create(input="Is it?", tools=[_FUNCTION])
+    first = await served.responses.create(input="Is it?", tools=[_FUNCTION])
     call: Any = first.output[1]
     history: list[Any] = [
         {"role": "user", "content": "Is it?"},
         *({"type": "item_reference", "id": item.id} for item in first.output),
         {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"},
     ]
-    second = await served.client.responses.create(input=history, tools=[_FUNCTION])
+    second = await served.responses.create(input=history, tools=[_FUNCTION])
     assert f"<|im_start|>assistant\nLook.\n{_PARIS}<|im_end|>" in served.prompt
     assert "<tool_response>\nsunny\n" in served.prompt
-    await served.client.responses.delete(first.id)
-    third = await served.client.responses.create(input="Sure?", previous_response_id=second.id)
+    await served.responses.delete(first.id)
+    third = await served.responses.create(input="Sure?", previous_response_id=second.id)
     assert third.output_text == "Yes." and "Look." in served.prompt, "referenced items are stored with the response"
     for id in (call.id, "msg_1", f"{second.output[0].id}9"):
         with pytest.raises(openai.NotFoundError) as caught:
-            await served.client.responses.create(input=[{"type": "item_reference", "id": id}])
+            await served.responses.create(input=[{"type": "item_reference", "id": id}])
         assert caught.value.code == "response_not_found" and str(caught.value.param).startswith("input")
-    large = await served.client.responses.create(input="x" * 3000, max_output_tokens=9)
-    (item,) = (await served.client.responses.input_items.list(large.id)).data
+    large = await served.responses.create(input="x" * 3000, max_output_tokens=9)
+    (item,) = (await served.responses.input_items.list(large.id)).data
     ids = [f"msg_{number:032x}_0" for number in range(65)]
     for many, why in (([item.id] * 4096, "exceeds 10485760 bytes"),
                       (ids, "refer to 65 responses")):  # fmt: skip
@@ -210,10 +201,10 @@ async def test_items_hidden_from_the_model_are_not_stored(served: Served) -> Non
     unseen, thought = ({"type": "reasoning", "summary": [{"type": "summary_text", "text": text}]} for text in "xy")
     said = {"role": "assistant", "content": "c"}
     items: Any = [unseen, {"role": "user", "content": "a"}, thought, said, unseen, unseen]
-    first = await served.client.responses.create(input=items, max_output_tokens=9)
-    second = await served.client.responses.create(input=items[1:2], previous_response_id=first.id, max_output_tokens=9)
+    first = await served.responses.create(input=items, max_output_tokens=9)
+    second = await served.responses.create(input=items[1:2], previous_response_id=first.id, max_output_tokens=9)
     for response, told in ((first, [*"ayc"]), (second, [*"ayc", first.output_text, "a"])):
-        listed = (await served.client.responses.input_items.list(response.id, order="asc")).data
+        listed = (await served.responses.input_items.list(response.id, order="asc")).data
         assert [item.content[0].text for item in listed] == told  # type: ignore[union-attr,index]
 
 
@@ -269,32 +260,32 @@ async def test_slow_reader_is_cut_off() -> None:
 
 async def test_stored_response_is_read_and_deleted(served: Served) -> None:
     served.say("One.", "Two.", "Three.")
-    first = await served.client.responses.create(input="a", user="ann")
-    second = await served.client.responses.create(input="b", previous_response_id=first.id)
-    assert (await served.client.responses.retrieve(second.id)).to_dict() == second.to_dict()
-    items = [item async for item in served.client.responses.input_items.list(second.id, order="asc", limit=2)]
+    first = await served.responses.create(input="a", user="ann")
+    second = await served.responses.create(input="b", previous_response_id=first.id)
+    assert (await served.responses.retrieve(second.id)).to_dict() == second.to_dict()
+    items = [item async for item in served.responses.input_items.list(second.id, order="asc", limit=2)]
     told = [(getattr(item, "role", ""), item.content[0].text) for item in items if item.type == "message"]
     assert told == [("user", "a"), ("assistant", "One."), ("user", "b")]
-    page = await served.client.responses.input_items.list(second.id, after=items[2].id, limit=1)
+    page = await served.responses.input_items.list(second.id, after=items[2].id, limit=1)
     assert ([item.id for item in page.data], page.has_more) == ([items[1].id], True)
-    await served.client.responses.delete(first.id)
+    await served.responses.delete(first.id)
     # Includes the whole history.
-    third = await served.client.responses.create(input="c", previous_response_id=second.id)
+    third = await served.responses.create(input="c", previous_response_id=second.id)
     assert "a<|im_end|>" in served.prompt and "One.<|im_end|>" in served.prompt and third.output_text == "Three."
     for ask in (
-        served.client.responses.retrieve,
-        served.client.responses.delete,
-        served.client.responses.input_items.list,
+        served.responses.retrieve,
+        served.responses.delete,
+        served.responses.input_items.list,
     ):
         with pytest.raises(openai.NotFoundError, match=f"response '{first.id}' not found"):
             await ask(first.id)
     with pytest.raises(openai.NotFoundError, match="previous_response_id: response") as caught:
-        await served.client.responses.create(input="d", previous_response_id=first.id)
+        await served.responses.create(input="d", previous_response_id=first.id)
     assert (caught.value.param, caught.value.code) == ("previous_response_id", "response_not_found")
-    not_kept = await served.client.responses.create(input="e", store=False)
+    not_kept = await served.responses.create(input="e", store=False)
     assert (not_kept.to_dict()["store"], second.to_dict()["store"]) == (False, True)
     with pytest.raises(openai.NotFoundError):
-        await served.client.responses.retrieve(not_kept.id)
+        await served.responses.retrieve(not_kept.id)
     for query, param in (({"limit": 101}, "limit"), ({"order": "up"}, "order")):
         answer = await served.http.get(f"/v1/responses/{second.id}/input_items", params=query)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
@@ -334,9 +325,9 @@ async def test_answers_continue_without_the_store(serve: Serve) -> None:
         assert [one.to_dict()["store"] for one in (whole, last, events[0].response)] == [False, False, True]
         assert last.output_text == "One."
         for call in (
-            served.client.responses.retrieve(whole.id),
-            served.client.responses.delete(whole.id),
-            served.client.responses.create(input="b", previous_response_id=whole.id),
+            served.responses.retrieve(whole.id),
+            served.responses.delete(whole.id),
+            served.responses.create(input="b", previous_response_id=whole.id),
         ):
             with pytest.raises(openai.InternalServerError) as caught:
                 await call
@@ -345,7 +336,7 @@ async def test_answers_continue_without_the_store(serve: Serve) -> None:
     off = StoredResponses.in_redis(nowhere, name="d", key=bytes(32), bounds=StoreBounds(max_bytes=0, ttl_s=1))
     served = await _served(serve, stored=off)
     served.say("One.")
-    assert (await served.client.responses.create(input="a")).to_dict()["store"] is False
+    assert (await served.responses.create(input="a")).to_dict()["store"] is False
 
 
 async def test_broken_call_is_text(served: Served) -> None:
@@ -362,7 +353,7 @@ async def test_broken_call_is_text(served: Served) -> None:
     assert (ended.status, ended.arguments) == ("incomplete", '{"city": ')
     said = "".join(event.delta for event in events if event.type == "response.output_text.delta")
     assert said == "Well.oh}} </tool_call> so", "space goes with a call"
-    async with served.client.responses.stream(input="hi", model="tiny", tools=[_FUNCTION]) as stream:
+    async with served.responses.stream(input="hi", model="tiny", tools=[_FUNCTION]) as stream:
         assert (await stream.get_final_response()).output_text == whole.output_text
 
 
@@ -394,7 +385,7 @@ async def test_truncated_answer_is_incomplete(served: Served) -> None:
 async def test_failed_stream_ends_with_an_event(served: Served) -> None:
     served.say("One two three")
     served.fake.fail_after = (4, ReplicaLost("decode-0 is gone"))
-    events = [event async for event in await served.client.responses.create(input="hi", stream=True)]
+    events = [event async for event in await served.responses.create(input="hi", stream=True)]
     failed = events[-1]
     assert [event.sequence_number for event in events] == [*range(len(events))]
     assert (failed.type, failed.response.status) == ("response.failed", "failed")
@@ -402,21 +393,21 @@ async def test_failed_stream_ends_with_an_event(served: Served) -> None:
     assert (failed.response.error.code, failed.response.error.message) == ("server_error", "decode-0 is gone")
     assert failed.response.output[0].status == "incomplete" and "One two".startswith(failed.response.output_text)
     with pytest.raises(openai.InternalServerError, match="decode-0 is gone"):
-        await served.client.responses.create(input="hi")
+        await served.responses.create(input="hi")
     served.fake.fail_after = (0, ReplicaLost("decode-0 is gone"))
     # Nothing had been sent, so the real status is returned.
     with pytest.raises(openai.InternalServerError, match="decode-0 is gone"):
-        await served.client.responses.create(input="hi", stream=True)
+        await served.responses.create(input="hi", stream=True)
 
 
 async def test_answer_in_a_format(serve: Serve) -> None:
     served = await _served(serve, _HERMES, has_grammars=True)
     served.say('{"city": "Rome", "days": 2}')
-    parsed = await served.client.responses.parse(model="tiny", input="hi", text_format=Weather)
+    parsed = await served.responses.parse(model="tiny", input="hi", text_format=Weather)
     assert parsed.output_parsed == Weather(city="Rome", days=2)
     grammar = served.fake.started[-1].grammar
     assert grammar and json.loads(grammar.text)["properties"].keys() == {"city", "days"}
-    async with served.client.responses.stream(model="tiny", input="hi", text_format=Weather) as stream:
+    async with served.responses.stream(model="tiny", input="hi", text_format=Weather) as stream:
         assert (await stream.get_final_response()).output_parsed == Weather(city="Rome", days=2)
     bad = {"type": "json_schema", "name": "x", "strict": True, "schema": {"type": "nonsense"}}
     status, param, message = await _rejected(served, text={"format": bad})
@@ -541,7 +532,7 @@ async def test_invalid_requests_are_rejected_by_name(serve: Serve) -> None:
 async def test_agent_requests_are_accepted(served: Served) -> None:
     """Requests of openai-agents 0.24's OpenAIResponsesModel, with its defaults and with user settings."""
     served.say("Yes.")
-    answer = await served.client.responses.create(
+    answer = await served.responses.create(
         input=[{"content": "hi", "role": "user"}],
         model="tiny",
         include=[],
