@@ -83,29 +83,53 @@ def test_every_policy_returns_nothing_without_a_decode_replica(any_policy: str) 
     assert list(make_policy(any_policy).options(_DEMAND, _views("p"), [])) == []
 
 
-@pytest.mark.parametrize("name", ["cost", "prefix", "least_loaded"])
-def test_a_long_queue_is_avoided(name: str) -> None:
-    prefills = [replace(view, queue_s=100.0 if i < 2 else 0.0) for i, view in enumerate(_views("p"))]
-    assert make_policy(name).options(_DEMAND, prefills, _views("d"))[0].prefill == "p-2"
+def _with(views: list[CandidateReplica], at: int, **changes: Any) -> list[CandidateReplica]:
+    return [replace(view, **changes) if place == at else view for place, view in enumerate(views)]
 
 
-@pytest.mark.parametrize("name", ["cost", "prefix"])
-def test_the_holder_of_the_prefix_is_preferred(name: str) -> None:
-    prefills = _views("p")
-    prefills[1] = _holding(prefills[1], 2048)
-    assert make_policy(name).options(_DEMAND, prefills, _views("d"))[0].prefill == "p-1"
+_P, _D = _views("p"), _views("d")
+_HOLDS_ALL = {"cached_tokens": 4090, "stored_tokens": 4090}
+_BEST: dict[str, tuple[tuple[str, ...], list[CandidateReplica], list[CandidateReplica], dict[str, Any]]] = {
+    "a long queue is avoided": (
+        ("cost", "prefix", "least_loaded"),
+        [replace(view, queue_s=100.0 if at < 2 else 0.0) for at, view in enumerate(_P)], _D, {"prefill": "p-2"},
+    ),
+    "the holder of the prefix is preferred": (
+        ("cost", "prefix"), _with(_P, 1, cached_tokens=2048, stored_tokens=2048), _D, {"prefill": "p-1"},
+    ),
+    "an uneven load counts more than the prefix": (
+        ("prefix",), [], [replace(_D[0], **_HOLDS_ALL, num_streams=100), _D[1]], {"decode": "d-1"},
+    ),
+    "a lower tier is read rather than computed": (
+        ("cost",), _with(_P[:1], 0, stored_tokens=4032, restore_bytes_per_s=1e10), _D,
+        {"fetch_from": "p-0", "fetch_tokens": 4032},
+    ),
+    "a decode replica computes a short uncached part": (
+        ("cost",), [replace(view, queue_s=1.0) for view in _P], _with(_D, 2, **_HOLDS_ALL),
+        {"prefill": None, "decode": "d-2"},
+    ),
+    "equal costs go to fewer streams": (
+        ("cost",), [replace(view, num_streams=2 - at) for at, view in enumerate(_P)], _D, {"prefill": "p-2"},
+    ),
+    "a replica without blocks is avoided": (
+        ("cost",), _P, [replace(view, available_blocks=0 if at else 1000, num_streams=3) for at, view in enumerate(_D)],
+        {"decode": "d-0"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", _BEST)
+def test_best_pair(case: str) -> None:
+    policies, prefills, decodes, expected = _BEST[case]
+    for name in policies:
+        best = make_policy(name).options(_DEMAND, prefills, decodes)[0]
+        assert {field: getattr(best, field) for field in expected} == expected, name
 
 
 def test_round_robin_visits_every_replica() -> None:
     policy = make_policy("round_robin")
     chosen = [policy.options(_DEMAND, [], _views("d"))[0].decode for _ in range(6)]
     assert sorted(chosen[:3]) == ["d-0", "d-1", "d-2"] and chosen[3:] == chosen[:3]
-
-
-def test_prefix_policy_ignores_affinity_under_uneven_load() -> None:
-    decodes = _views("d")
-    decodes[0] = replace(_holding(decodes[0], 4096), num_streams=100)
-    assert make_policy("prefix").options(_DEMAND, [], decodes)[0].decode != "d-0"
 
 
 def test_a_busy_holder_gives_its_blocks_to_an_idle_peer() -> None:
@@ -120,31 +144,6 @@ def test_nothing_is_fetched_over_a_slow_link() -> None:
     prefills = _views("p")
     prefills[0] = replace(_holding(prefills[0], 4032), queue_s=5.0, link_bytes_per_s=1e3)
     assert make_policy("cost", prefix_fetches=True).options(_DEMAND, prefills, _views("d"))[0].fetch_from is None
-
-
-def test_a_lower_tier_is_read_rather_than_computed() -> None:
-    prefills = _views("p", 1)
-    prefills[0] = replace(prefills[0], stored_tokens=4032, restore_bytes_per_s=1e10)
-    best = make_policy("cost").options(_DEMAND, prefills, _views("d"))[0]
-    assert (best.fetch_from, best.fetch_tokens) == ("p-0", 4032)
-
-
-def test_a_decode_replica_computes_a_short_uncached_part() -> None:
-    decodes = _views("d")
-    decodes[2] = _holding(decodes[2], 4090)
-    prefills = [replace(view, queue_s=1.0) for view in _views("p")]
-    best = make_policy("cost").options(_DEMAND, prefills, decodes)[0]
-    assert (best.prefill, best.decode) == (None, "d-2")
-
-
-def test_equal_costs_go_to_fewer_streams() -> None:
-    prefills = [replace(view, num_streams=2 - i) for i, view in enumerate(_views("p"))]
-    assert make_policy("cost").options(_DEMAND, prefills, _views("d"))[0].prefill == "p-2"
-
-
-def test_a_replica_without_blocks_is_avoided() -> None:
-    decodes = [replace(view, available_blocks=0 if i else 1000, num_streams=3) for i, view in enumerate(_views("d"))]
-    assert make_policy("cost").options(_DEMAND, _views("p"), decodes)[0].decode == "d-0"
 
 
 def test_drafts_reduce_the_predicted_number_of_steps() -> None:
