@@ -21,23 +21,10 @@ from core.types.constraints import Grammar, GrammarKind
 from core.types.errors import SpecError
 from frontend.text.choice_text import Detokenizer
 from frontend.text.tokenizer import Tokenizer as ModelTokenizer
+from tests.core.model.test_gguf_tokenizer import KIMI
 from tests.support.tiny_tokenizers import CORPUS, make_byte_level, write_json
 
-# From Kimi's and Mistral's own files.
-_KIMI = "|".join(
-    [
-        r"[\p{Han}]+",
-        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
-        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*"
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
-        r"\p{N}{1,3}",
-        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
-        r"\s*[\r\n]+",
-        r"\s+(?!\S)",
-        r"\s+",
-    ]
-)
+# From Mistral's own files.
 _TEKKEN = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
@@ -90,7 +77,7 @@ def write_tekken(directory: Path, ranks: dict[bytes, int], **settings: Any) -> P
 
 def _kimi(directory: Path, ranks: dict[bytes, int]) -> tuple[Tokenizer, Callable[[str], list[int]]]:
     added = {_NAMED.get(i, f"<|reserved_token_{len(ranks) + i}|>"): len(ranks) + i for i in range(8)}
-    judge = tiktoken.Encoding("kimi", pat_str=_KIMI, mergeable_ranks=ranks, special_tokens=added)
+    judge = tiktoken.Encoding("kimi", pat_str=KIMI, mergeable_ranks=ranks, special_tokens=added)
     return open_tokenizer(write_kimi(directory, ranks)), lambda text: judge.encode(text, allowed_special="all")
 
 

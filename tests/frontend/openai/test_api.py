@@ -149,16 +149,6 @@ async def test_best_of_returns_the_most_likely_choices(endpoint: Served, byte_le
     assert [choice.text for choice in same.choices] == ["aa", "bbb"] * 2
 
 
-async def test_echo(endpoint: Served, byte_level: Tokenizer) -> None:
-    fields: dict[str, Any] = {"model": "tiny", "max_tokens": 2, "echo": True}
-    ids = byte_level.encode("<|im_start|>ab")
-    for prompt in ("<|im_start|>ab", ids):
-        whole = await endpoint.client.completions.create(prompt=prompt, **fields)
-        assert whole.choices[0].text == "<|im_start|>aba"  # the special token of the answer is not shown
-        stream = await endpoint.client.completions.create(prompt=prompt, stream=True, **fields)
-        assert "".join([chunk.choices[0].text async for chunk in stream]) == "<|im_start|>aba"
-
-
 async def test_chat_logprobs(endpoint: Served, byte_level: Tokenizer) -> None:
     endpoint.fake.script = say(byte_level, "a𝄞")
     fields: dict[str, Any] = {"model": "tiny", "messages": USER, "max_tokens": 5, "logprobs": True, "top_logprobs": 2}
