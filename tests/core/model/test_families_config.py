@@ -15,15 +15,9 @@ from core.types.errors import SpecError
 from tests.core.model.test_config import LLAMA
 
 _SIZES: dict[str, Any] = {
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 100,
-    "max_position_embeddings": 128,
-}
+    "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 100, "max_position_embeddings": 128,
+}  # fmt: skip
 _ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "n_group": 4, "topk_group": 2}
 _LATENT = {"kv_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10}
 _LOCAL = {"num_local_experts": 6, "num_experts_per_tok": 2}
@@ -147,16 +141,9 @@ _YARN = {"original_max_position_embeddings": 16384, "factor": 16, "apply_scale":
 _SCALING = {"original_max_position_embeddings": 16384, "beta": 0.1}
 _VISION = {"hidden_size": 1024, "num_hidden_layers": 24, "image_token_id": 10, "mm_projector_id": "patch_merge"}
 NEMO: dict[str, Any] = {
-    "dim": 5120,
-    "n_layers": 40,
-    "head_dim": 128,
-    "hidden_dim": 14336,
-    "n_heads": 32,
-    "n_kv_heads": 8,
-    "norm_eps": 1e-05,
-    "vocab_size": 131072,
-    "rope_theta": 1000000.0,
-}
+    "dim": 5120, "n_layers": 40, "head_dim": 128, "hidden_dim": 14336, "n_heads": 32, "n_kv_heads": 8,
+    "norm_eps": 1e-05, "vocab_size": 131072, "rope_theta": 1000000.0,
+}  # fmt: skip
 # Keys of other kinds of attention are null, as in published files.
 MINISTRAL3 = NEMO | {
     "tied_embeddings": True,
@@ -181,19 +168,11 @@ LARGE3 = MINISTRAL3 | {
     "qk_nope_head_dim": 128,
     "v_head_dim": 128,
     "moe": {
-        "expert_parallel": 1,
-        "expert_model_parallel": 1,
-        "route_every_n": 1,
-        "first_k_dense_replace": 3,
-        "num_experts": 128,
-        "num_experts_per_tok": 4,
-        "num_expert_groups": 1,
-        "num_expert_groups_per_tok": 1,
-        "routed_scale": 1.0,
-        "expert_hidden_dim": 4096,
-        "num_shared_experts": 1,
+        "expert_parallel": 1, "expert_model_parallel": 1, "route_every_n": 1, "first_k_dense_replace": 3,
+        "num_experts": 128, "num_experts_per_tok": 4, "num_expert_groups": 1, "num_expert_groups_per_tok": 1,
+        "routed_scale": 1.0, "expert_hidden_dim": 4096, "num_shared_experts": 1,
     },
-}
+}  # fmt: skip
 MIXTRAL = NEMO | {"moe": {"num_experts_per_tok": 2, "num_experts": 8}, "max_seq_len": 65536}
 
 

@@ -172,16 +172,10 @@ def test_wrong_signature_is_one_line() -> None:
 
 
 _MISTRAL = {
-    "architectures": ["MistralForCausalLM"],
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "vocab_size": 96,
-    "max_position_embeddings": 32768,
+    "architectures": ["MistralForCausalLM"], "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 96, "max_position_embeddings": 32768,
     "sliding_window": 1024,
-}
+}  # fmt: skip
 
 
 _GEMMA = {

@@ -22,35 +22,16 @@ from core.wire import messages
 from core.wire.messages import make_plausible, prompt_logprobs_from_proto, prompt_logprobs_to_proto
 
 _SAMPLING = Sampling(
-    max_tokens=3,
-    min_tokens=1,
-    temperature=0.5,
-    top_k=4,
-    top_p=0.75,
-    min_p=0.25,
-    repetition_penalty=1.5,
-    presence_penalty=-0.5,
-    frequency_penalty=2.0,
-    seed=2**63 - 1,
-    stop_token_ids=(5, 6),
-    num_logprobs=0,
+    max_tokens=3, min_tokens=1, temperature=0.5, top_k=4, top_p=0.75, min_p=0.25, repetition_penalty=1.5,
+    presence_penalty=-0.5, frequency_penalty=2.0, seed=2**63 - 1, stop_token_ids=(5, 6), num_logprobs=0,
     token_rules=TokenRules(logit_bias=((3, -100.0), (7, 0.5)), allowed_token_ids=(9, 2), bad_words=((1,), (2, 3))),
-)
+)  # fmt: skip
 _FULL = SequenceRequest(
-    id="r",
-    token_ids=(1, 2, 3),
-    num_prompt_tokens=2,
-    sampling=_SAMPLING,
-    choices=(1, 2),
-    stream=7,
-    salt="s",
-    adapter="a",
-    priority=-1,
-    deadline_s=1.5,
-    grammar=Grammar(kind=GrammarKind.REGEX, text="a+"),
+    id="r", token_ids=(1, 2, 3), num_prompt_tokens=2, sampling=_SAMPLING, choices=(1, 2), stream=7, salt="s",
+    adapter="a", priority=-1, deadline_s=1.5, grammar=Grammar(kind=GrammarKind.REGEX, text="a+"),
     num_prompt_logprobs=0,
     thinking=ThinkingBudget(num_tokens=0, is_open=True, opening="<a>", closing="</a>", closing_ids=(3, 4)),
-)
+)  # fmt: skip
 _BARE = SequenceRequest(id="r", token_ids=(1,), num_prompt_tokens=1)
 
 
@@ -82,16 +63,9 @@ def test_every_field_but_the_user_is_sent() -> None:
 
 def test_handoff_prefix_source_and_timing_round_trip() -> None:
     handoff = Handoff(
-        id="h",
-        epoch=2,
-        replica="d",
-        ranks=("a:1", "b:2"),
-        layout="l",
-        num_tokens=9,
-        max_tokens=12,
-        first_token=8,
+        id="h", epoch=2, replica="d", ranks=("a:1", "b:2"), layout="l", num_tokens=9, max_tokens=12, first_token=8,
         ttl_s=1.5,
-    )
+    )  # fmt: skip
     prefix_source = PrefixSource(replica="p", address="a:1", num_tokens=16)
     timing = StepTiming(base_s=1.0, token_s=2.0, pair_s=3.0, context_s=4.0)
     assert messages.handoff_from_proto(messages.handoff_to_proto(handoff)) == handoff

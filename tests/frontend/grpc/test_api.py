@@ -88,31 +88,12 @@ async def test_best_of_is_sent_when_all_choices_have_ended(endpoint: Served, byt
 
 async def test_every_sampling_field_reaches_the_workers(endpoint: Served, byte_level: Tokenizer) -> None:
     sampling = pb.SamplingParams(
-        max_tokens=4,
-        min_tokens=2,
-        temperature=0.5,
-        top_k=5,
-        top_p=0.5,
-        min_p=0.25,
-        repetition_penalty=1.5,
-        presence_penalty=0.5,
-        frequency_penalty=-0.5,
-        seed=7,
-        stop=["zz"],
-        stop_token_ids=[300],
-        ignore_eos=True,
-        n=2,
-        best_of=3,
-        logprobs=1,
-        skip_special_tokens=False,
-        include_stop=True,
-        truncate_prompt_tokens=-1,
-        add_special_tokens=False,
-        logit_bias={11: -100.0, 2: 0.5},
-        allowed_token_ids=[300, 5],
-        bad_words=["Paris"],
+        max_tokens=4, min_tokens=2, temperature=0.5, top_k=5, top_p=0.5, min_p=0.25, repetition_penalty=1.5,
+        presence_penalty=0.5, frequency_penalty=-0.5, seed=7, stop=["zz"], stop_token_ids=[300], ignore_eos=True,
+        n=2, best_of=3, logprobs=1, skip_special_tokens=False, include_stop=True, truncate_prompt_tokens=-1,
+        add_special_tokens=False, logit_bias={11: -100.0, 2: 0.5}, allowed_token_ids=[300, 5], bad_words=["Paris"],
         prompt_logprobs=3,
-    )
+    )  # fmt: skip
     elsewhere = {"skip_special_tokens", "thinking_token_budget"}  # thinking_token_budget requires a model that thinks
     assert {field.name for field, _ in sampling.ListFields()} | elsewhere == {
         field.name for field in pb.SamplingParams.DESCRIPTOR.fields

@@ -181,33 +181,15 @@ async def test_text_logprobs(endpoint: Served, byte_level: Tokenizer) -> None:
 
 async def test_extensions_reach_the_workers(endpoint: Served, byte_level: Tokenizer) -> None:
     extensions = {
-        "top_k": 5,
-        "min_p": 0.25,
-        "repetition_penalty": 1.5,
-        "stop_token_ids": [300],
-        "ignore_eos": True,
-        "min_tokens": 2,
-        "seed": 7,
-        "include_stop_str_in_output": True,
-        "skip_special_tokens": False,
-        "cache_salt": "acme",
-        "priority": -3,
-        "return_token_ids": True,
-        "allowed_token_ids": [300, 5],
+        "top_k": 5, "min_p": 0.25, "repetition_penalty": 1.5, "stop_token_ids": [300], "ignore_eos": True,
+        "min_tokens": 2, "seed": 7, "include_stop_str_in_output": True, "skip_special_tokens": False,
+        "cache_salt": "acme", "priority": -3, "return_token_ids": True, "allowed_token_ids": [300, 5],
         "bad_words": ["Paris", " of course"],
-    }
+    }  # fmt: skip
     answer = await endpoint.client.chat.completions.create(
-        model="tiny",
-        messages=USER,
-        max_completion_tokens=4,
-        max_tokens=99,
-        temperature=0.5,
-        top_p=0.5,
-        presence_penalty=0.5,
-        frequency_penalty=-0.5,
-        logit_bias={"11": -100, "2": 3},
-        extra_body=extensions,
-    )
+        model="tiny", messages=USER, max_completion_tokens=4, max_tokens=99, temperature=0.5, top_p=0.5,
+        presence_penalty=0.5, frequency_penalty=-0.5, logit_bias={"11": -100, "2": 3}, extra_body=extensions,
+    )  # fmt: skip
     (sent,) = endpoint.fake.started
     sampling = sent.sampling
     assert (sampling.top_k, sampling.min_p, sampling.repetition_penalty) == (5, 0.25, 1.5)

@@ -533,17 +533,8 @@ async def test_agent_requests_are_accepted(served: Served) -> None:
     """Requests of openai-agents 0.24's OpenAIResponsesModel, with its defaults and with user settings."""
     served.say("Yes.")
     answer = await served.responses.create(
-        input=[{"content": "hi", "role": "user"}],
-        model="tiny",
-        include=[],
-        tools=[],
-        instructions="Be brief.",
-        text={"format": {"type": "text"}},
-        store=False,
-        truncation="disabled",
-        prompt_cache_retention="24h",
-        reasoning={"effort": None, "summary": "auto"},
-        metadata={"trace": "1"},
-        service_tier="auto",
-    )
+        input=[{"content": "hi", "role": "user"}], model="tiny", include=[], tools=[], instructions="Be brief.",
+        text={"format": {"type": "text"}}, store=False, truncation="disabled", prompt_cache_retention="24h",
+        reasoning={"effort": None, "summary": "auto"}, metadata={"trace": "1"}, service_tier="auto",
+    )  # fmt: skip
     assert answer.output_text == "Yes."

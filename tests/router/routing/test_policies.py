@@ -21,17 +21,10 @@ from tests.support.members import make_member
 
 _DEMAND = RoutingRequest(num_tokens=4096, cache=CacheShape(block_size=64, token_bytes=1000), max_local_tokens=16)
 _IDLE = CandidateReplica(
-    replica="",
-    cached_tokens=0,
-    stored_tokens=0,
-    queue_s=0.0,
-    num_streams=0,
-    num_blocks=1000,
-    available_blocks=1000,
-    timing=StepTiming(base_s=0.005, token_s=1e-4, pair_s=1e-9, context_s=1e-8),
-    max_batch_tokens=2048,
+    replica="", cached_tokens=0, stored_tokens=0, queue_s=0.0, num_streams=0, num_blocks=1000, available_blocks=1000,
+    timing=StepTiming(base_s=0.005, token_s=1e-4, pair_s=1e-9, context_s=1e-8), max_batch_tokens=2048,
     link_bytes_per_s=1e9,
-)
+)  # fmt: skip
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -205,21 +198,10 @@ def test_at_equal_cost_the_pair_wins_and_options_are_not_modified() -> None:
 
 
 _LOAD = ReplicaLoad(
-    member=make_member(),
-    available_blocks=100,
-    promised_blocks=0,
-    promised_streams=0,
-    num_streams=0,
-    num_reported_streams=0,
-    num_waiting=0,
-    queued_tokens=0,
-    prefill_tokens_per_s=0.0,
-    decode_step_s=0.0,
-    link_bytes_per_s=0.0,
-    host_bytes_per_s=0.0,
-    disk_bytes_per_s=0.0,
-    timing=None,
-)
+    member=make_member(), available_blocks=100, promised_blocks=0, promised_streams=0, num_streams=0,
+    num_reported_streams=0, num_waiting=0, queued_tokens=0, prefill_tokens_per_s=0.0, decode_step_s=0.0,
+    link_bytes_per_s=0.0, host_bytes_per_s=0.0, disk_bytes_per_s=0.0, timing=None,
+)  # fmt: skip
 
 
 def test_a_measured_draft_rate_of_zero_counts_in_the_mean() -> None:
