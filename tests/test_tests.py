@@ -33,7 +33,7 @@ _KNOWN = {
     ("e2e/test_failover.py", "relay._BACKOFF_S"),
     ("core/model/test_source.py", "model_source._LOCK_S"),
     ("core/index/test_redis_client.py", "redis_client._MAX_AGE_S"),
-    ("core/index/test_router_addresses.py", "router_addresses._RENEW_S"),
+    ("core/index/test_membership.py", "router_addresses._RENEW_S"),
     ("engine/kv/test_kv.py", "attention._MAX_GATHERED"),
     ("benchmarks/engine/test_bench.py", "bench._NUM_STEPS"),
     ("benchmarks/test_kv.py", "bench_run._MOST_BYTES"),

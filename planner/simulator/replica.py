@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from engine.spec_decode.draft_stats import RowYield
-
 from core.trace.trace import TraceRequest
 from core.types.request import Role, Sampling, SequenceRequest
 from core.types.step_timing import pairs
@@ -21,6 +19,7 @@ from engine.scheduler.prompts import KVSource, Prompt
 from engine.scheduler.sequence import Sequence as TokenSequence
 from engine.scheduler.step import KVConnector, ScheduledStep
 from engine.scheduler.step_commands import Orders
+from engine.spec_decode.acceptance import RowYield
 from planner.simulator.clock import Action
 from planner.simulator.drafts import SimulatedDrafts
 from planner.simulator.store import Held, Site, Store

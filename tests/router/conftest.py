@@ -1,11 +1,3 @@
-"""Fixtures of the frontend: tokenizers, completions and a running HTTP endpoint."""
+"""Fixtures of the frontend: tokenizers, completions and running endpoints."""
 
-from tests.support.frontend_fixtures import (  # noqa: F401
-    byte_fallback,
-    byte_fallback_dir,
-    byte_level,
-    byte_level_dir,
-    completions,
-    endpoint,
-    openai_server,
-)
+from tests.support.frontend_fixtures import *  # noqa: F403

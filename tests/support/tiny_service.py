@@ -26,7 +26,7 @@ class MakeCompletions:
 
     def __call__(
         self,
-        token_service: FakeTokenService,
+        token_service: FakeTokenService | None = None,
         *,
         name: str = "tiny",
         max_context: int = 256,
@@ -42,11 +42,12 @@ class MakeCompletions:
         tracing: Tracing | None = None,
         sampling_defaults: Mapping[str, float] = NEUTRAL,
     ) -> Completions:
-        """chat_template: None uses that of the model directory. has_grammars: whether requests may have grammars."""
+        """token_service: None: one that echoes the prompt. chat_template: None: that of the model directory.
+        has_grammars: whether requests may have grammars."""
         tokenizer = self._tokenizer
         template = ChatTemplate(chat_template or self._template, special_tokens=tokenizer.special_tokens)
         return Completions(
-            token_service=token_service,
+            token_service=token_service or FakeTokenService(max_context=max_context),
             tokenizer=tokenizer,
             chat_template=template,
             output_format=output_format,

@@ -128,8 +128,6 @@ def _steps(prefill: StepTiming, decode: StepTiming) -> dict[str, Any]:
 
 
 def _learned(http: str, access: EndpointAccess, replicas: list[dict[str, Any]]) -> dict[str, Any]:
-    from cluster.bench.learned_rates import learned_rates
-    from core.types.request import Role
     from planner.simulator.drafts import by_place
 
     learned = learned_rates(replicas)

@@ -1,26 +1,31 @@
-"""Masks of compiled grammars over a vocabulary of single characters, and rejected grammars."""
+"""Masks of compiled grammars over single characters and SmolLM2's vocabulary, and rejected grammars."""
 
 from __future__ import annotations
 
 import json
+import random
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from jsonschema import Draft202012Validator
 
-from core.grammar.compiler import GrammarCompiler
+from core.grammar.compiler import CompiledGrammar, GrammarCompiler
 from core.grammar.mask import GrammarMask
 from core.types.constraints import MAX_GRAMMAR_BYTES, MAX_SCHEMA_BYTES, Grammar, GrammarKind
 from core.types.errors import RequestError
+from frontend.text.tokenizer import Tokenizer
 from tests.support.character_tokenizer import CHARACTERS, END, save_tokenizer
+from tests.support.generated_schemas import schemas
+from tests.support.grids import quick
+from tests.support.masks import character_ids, is_allowed, make_compiler
 
 
 @pytest.fixture(scope="module")
 def compiler(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
-    directory = tmp_path_factory.mktemp("model")
-    save_tokenizer(directory)
-    return GrammarCompiler(directory, vocab_size=128)
+    return make_compiler(tmp_path_factory.mktemp("model"))
 
 
 def _mask(compiler: GrammarCompiler, kind: GrammarKind, text: str) -> GrammarMask:
@@ -29,9 +34,8 @@ def _mask(compiler: GrammarCompiler, kind: GrammarKind, text: str) -> GrammarMas
 
 def _allowed(mask: GrammarMask, text: str) -> str:
     """Return the characters allowed after `text`; $ for the end."""
-    tokens = [0, 0, *(CHARACTERS.index(character) for character in text)]
-    words = mask.allowed(tokens, 2)
-    ids = [i for i in range(len(words) * 32) if words[i // 32] >> (i % 32) & 1]
+    words = mask.allowed([0, 0, *character_ids(text)], 2)
+    ids = [i for i in range(len(words) * 32) if is_allowed(words, i)]
     return "".join(sorted("$" if i == END else CHARACTERS[i] for i in ids))
 
 
@@ -55,20 +59,12 @@ def test_fork_is_independent(compiler: GrammarCompiler) -> None:
 def test_forced_token_is_the_only_one_in_the_mask(compiler: GrammarCompiler) -> None:
     mask = _mask(compiler, GrammarKind.REGEX, "a(bc|bd)e?")
     for prefix, follows in (("", "a"), ("a", "b"), ("ab", ""), ("abc", ""), ("abce", "$")):
-        tokens = [0, 0, *(CHARACTERS.index(character) for character in prefix)]
-        only = mask.only(tokens, 2)
+        only = mask.only([0, 0, *character_ids(prefix)], 2)
         assert ("" if only is None else "$" if only == END else CHARACTERS[only]) == follows
         assert not follows or _allowed(mask, prefix) == follows
-    for ends in (
-        [],
-        [END, 3],
-        [END, END - 1],
-        [3, 99],
-    ):  # the last token is not forced, whichever mask words the candidates are in
-        assert (
-            compiler.compile(Grammar(kind=GrammarKind.REGEX, text="a")).mask(ends).only([CHARACTERS.index("a")], 0)
-            is None
-        )
+    for ends in ([], [END, 3], [END, END - 1], [3, 99]):  # the last token is not forced, in whichever words they are
+        mask = compiler.compile(Grammar(kind=GrammarKind.REGEX, text="a")).mask(ends)
+        assert mask.only(character_ids("a"), 0) is None
     wrong = _mask(compiler, GrammarKind.REGEX, "ab")
     assert wrong.only([CHARACTERS.index("x")], 0) is None and wrong.failure
 
@@ -101,13 +97,6 @@ def test_forbidden_token_sets_the_failure(compiler: GrammarCompiler) -> None:
 def test_no_stop_token_means_nothing_fits(compiler: GrammarCompiler) -> None:
     mask = compiler.compile(Grammar(kind=GrammarKind.REGEX, text="ab")).mask([])
     assert _allowed(mask, "ab") == "" and mask.failure
-
-
-def test_lenient_kind_ignores_unenforceable_keywords(compiler: GrammarCompiler) -> None:
-    text = json.dumps({"type": "array", "uniqueItems": True, "items": {"type": "null"}})
-    with pytest.raises(RequestError, match="uniqueItems"):
-        compiler.compile(Grammar(kind=GrammarKind.JSON_SCHEMA, text=text))
-    assert _allowed(_mask(compiler, GrammarKind.LENIENT_JSON_SCHEMA, text), "[") == "]n"
 
 
 _DEEP: dict[str, Any] = {"type": "string"}
@@ -195,3 +184,54 @@ def test_tokens_outside_the_model_are_never_allowed(tmp_path: Path) -> None:
     mask = compiler.compile(Grammar(kind=GrammarKind.REGEX, text="ab")).mask([END])
     assert mask.only([CHARACTERS.index("a")], 0) is None
     assert _allowed(mask, "a") == "" and "nothing fits" in mask.failure
+
+
+_MAX_TOKENS = 120
+
+
+def test_matcher_is_rebuilt_when_its_cache_is_full(smollm2_dir: Path) -> None:
+    """Strings of bounded length add a lexer state per character: about 600 tokens fill a matcher."""
+    tokenizer = Tokenizer(smollm2_dir)
+    compiler = GrammarCompiler(smollm2_dir, vocab_size=tokenizer.vocab_size)
+    schema = {"type": "object", "properties": {f"p{i}": {"type": "string", "maxLength": 3000 + i} for i in range(5)}}
+    grammar = Grammar(kind=GrammarKind.JSON_SCHEMA, text=json.dumps(schema))
+    tokens = tokenizer.encode(json.dumps({f"p{i}": "hello world. " * 100 for i in range(5)}))
+    compiled = compiler.compile(grammar)
+    masks = [compiled.mask([0]), compiler.compile(grammar).mask([0])]
+    for length, token in enumerate(tokens):
+        assert masks[0].only(tokens[:length], 0) in (None, token)
+        words = masks[0].allowed(tokens[:length], 0)
+        assert words[token // 32] >> token % 32 & 1, masks[0].failure
+    masks.append(compiled.mask([0]))  # of another choice, which starts with the full matcher
+    for mask in masks[1:]:
+        assert mask.only([], 0) in (None, tokens[0])
+        assert mask.allowed([], 0).any(), mask.failure
+
+
+@pytest.mark.parametrize("number", quick([40, 100], [40]))
+def test_every_answer_is_an_instance_of_its_schema(smollm2_dir: Path, number: int) -> None:
+    tokenizer = Tokenizer(smollm2_dir)
+    end = min(tokenizer.eos_token_ids)
+    compiler = GrammarCompiler(smollm2_dir, vocab_size=tokenizer.vocab_size)
+    generator, num_whole = random.Random(0), 0
+    for schema in schemas(number):
+        compiled = compiler.compile(Grammar(kind=GrammarKind.JSON_SCHEMA, text=json.dumps(schema)))
+        tokens = _walk(compiled, generator, end=end)
+        if tokens[-1] == end:
+            Draft202012Validator(schema).validate(json.loads(tokenizer.decode(tokens[:-1])))
+            num_whole += 1
+    assert num_whole >= {40: 10, 100: 40}[number], "too few walks reached the end"
+
+
+def _walk(compiled: CompiledGrammar, generator: random.Random, *, end: int) -> list[int]:
+    """Walk up to the end token or _MAX_TOKENS."""
+    mask, tokens = compiled.mask([end]), list[int]()
+    while len(tokens) < _MAX_TOKENS:
+        known = mask.only(tokens, 0)
+        bits = np.unpackbits(mask.allowed(tokens, 0).view(np.uint8), bitorder="little").nonzero()[0]
+        assert len(bits), mask.failure
+        assert known is None or bits.tolist() == [known]
+        tokens.append(int(generator.choice(bits)) if end not in bits else end)
+        if tokens[-1] == end:
+            break
+    return tokens

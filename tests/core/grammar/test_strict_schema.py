@@ -1,5 +1,4 @@
-"""Invalid instances that llguidance alone accepts, each found in practice; the rewritten schemas reject them and still
-accept valid ones."""
+"""Schemas: rewritten ones reject invalid instances that llguidance alone accepts; endless ones are refused."""
 
 from __future__ import annotations
 
@@ -10,9 +9,11 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from core.grammar.compiler import CompiledGrammar, GrammarCompiler
+from core.grammar.strict_schema import is_endless
 from core.types.constraints import Grammar, GrammarKind
 from core.types.errors import RequestError
-from tests.support.character_tokenizer import CHARACTERS, END, save_tokenizer
+from tests.support.growth import growth
+from tests.support.masks import accepts, character_ids, make_compiler
 
 _FOO: dict[str, Any] = {"type": "object", "properties": {"foo": {"type": "integer"}}}
 _KNOWN_TO_US = ("time", "date-time", "hostname")  # jsonschema does not check leap seconds and labels
@@ -21,9 +22,7 @@ _CALL = 'start: "<" answer\nanswer: %json '
 
 @pytest.fixture(scope="module")
 def compiler(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
-    directory = tmp_path_factory.mktemp("model")
-    save_tokenizer(directory)
-    return GrammarCompiler(directory, vocab_size=128)
+    return make_compiler(tmp_path_factory.mktemp("model"))
 
 
 def _compile(compiler: GrammarCompiler, schema: Any, kind: GrammarKind = GrammarKind.JSON_SCHEMA) -> CompiledGrammar:
@@ -31,35 +30,20 @@ def _compile(compiler: GrammarCompiler, schema: Any, kind: GrammarKind = Grammar
     return compiler.compile(Grammar(kind=kind, text=text))
 
 
-def _takes(compiled: CompiledGrammar, text: str) -> bool:
-    """Return whether the grammar accepts `text` as a whole answer."""
-    mask, tokens = compiled.mask([END]), [*(CHARACTERS.index(character) for character in text), END]
-    return all(mask.allowed(tokens[:i], 0)[token // 32] >> token % 32 & 1 for i, token in enumerate(tokens))
-
-
 @pytest.mark.filterwarnings("ignore:Possible (nested set|set intersection|set symmetric)")  # from Python's re
 @pytest.mark.parametrize(
     ("schema", "right", "wrong"),
     [
         (_FOO, ['{"foo": 1}', '{"bar": "x"}', r'{"b\n": 1}'], [r'{"\u0066oo": "x"}', r'{"foo": 1, "\u0066oo": "x"}']),
-        (
-            {"patternProperties": {"^a": {"type": "null"}}, "additionalProperties": {"type": "boolean"}},
-            ['{"ab": null}', '{"b": true}'],
-            [r'{"\u0061b": true}'],
-        ),
+        ({"patternProperties": {"^a": {"type": "null"}}, "additionalProperties": {"type": "boolean"}}, ['{"ab": null}',
+         '{"b": true}'], [r'{"\u0061b": true}']),
         ({"format": "date"}, ['"2024-02-29"', '"2000-02-29"', '"1999-12-31"', "7"], ['"2023-02-29"', '"1900-02-29"']),
         ({"type": "string", "format": "date"}, ['"0001-01-01"'], ['"0000-01-01"']),
         ({"format": "time"}, ['"23:59:59Z"'], ['"23:58:60Z"', '"10:00:60+01:00"']),
-        (
-            {"format": "date-time", "allOf": [{"pattern": "Z$"}]},
-            ['"2024-02-29T01:02:03Z"'],
-            ['"2023-02-29T01:02:03Z"', '"2024-02-29T01:02:60Z"', '"2024-02-29T01:02:03+01:00"'],
-        ),
-        (
-            {"type": "string", "format": "hostname"},
-            ['"a"', '"b-c.d--e.example"', '"xn-a.ab.x-n--a"'],
-            ['"xn--x"', '"a.XN--aa---o47jg78q"', '"a..b"'],
-        ),
+        ({"format": "date-time", "allOf": [{"pattern": "Z$"}]}, ['"2024-02-29T01:02:03Z"'], ['"2023-02-29T01:02:03Z"',
+         '"2024-02-29T01:02:60Z"', '"2024-02-29T01:02:03+01:00"']),
+        ({"type": "string", "format": "hostname"}, ['"a"', '"b-c.d--e.example"', '"xn-a.ab.x-n--a"'], ['"xn--x"',
+         '"a.XN--aa---o47jg78q"', '"a..b"']),
         ({"exclusiveMinimum": 0, "maximum": 0.5}, ["0.1", "0.5", "0.00000001"], ["0", "0.0", "-0.1", "0.6"]),
         ({"allOf": [{"exclusiveMinimum": 2}, {"exclusiveMaximum": 2.25}]}, ["2.1", "2.24"], ["2", "2.0", "2.25"]),
         ({"minimum": -2.5, "exclusiveMaximum": -2, "maximum": -2}, ["-2.5", "-2.1"], ["-2", "-2.0", "-2.6"]),
@@ -70,13 +54,10 @@ def _takes(compiled: CompiledGrammar, text: str) -> bool:
         ({"type": "string", "pattern": "^[a&&b]$"}, ['"a"', '"&"'], ['"c"']),
         ({"type": "string", "pattern": r"^[\]&&~~]$"}, [r'"]"', '"&"', '"~"'], ['"]~"']),
         ({"type": "string", "pattern": "^[]a]$|^[^]b]&&$"}, ['"a"', '"]"', '"c&&"'], ['"b&&"']),
-        (
-            {"patternProperties": {"^[[]$": {"type": "null"}}, "additionalProperties": False},
-            ['{"[": null}'],
-            ['{"x": 1}'],
-        ),
+        ({"patternProperties": {"^[[]$": {"type": "null"}}, "additionalProperties": False}, ['{"[": null}'],
+         ['{"x": 1}']),
     ],
-)
+)  # fmt: skip
 def test_invalid_instances_are_rejected(
     compiler: GrammarCompiler, schema: Any, right: list[str], wrong: list[str]
 ) -> None:
@@ -85,8 +66,8 @@ def test_invalid_instances_are_rejected(
     beside = _compile(compiler, _CALL + json.dumps(schema), GrammarKind.LARK)
     for text, is_right in [*((text, True) for text in right), *((text, False) for text in wrong)]:
         assert validator.is_valid(json.loads(text)) is is_right or schema.get("format") in _KNOWN_TO_US, text
-        assert _takes(compiled, text) is is_right, text
-        assert _takes(beside, "<" + text) is is_right, text
+        assert accepts(compiled, character_ids(text)) is is_right, text
+        assert accepts(beside, character_ids("<" + text)) is is_right, text
 
 
 @pytest.mark.parametrize(
@@ -115,16 +96,96 @@ def test_unenforceable_schema_is_rejected(compiler: GrammarCompiler, schema: Any
 
 def test_enforceable_schema_is_accepted(compiler: GrammarCompiler) -> None:
     counted = {"type": "object", "required": ["a"], "minProperties": 2, "additionalProperties": {"type": "null"}}
-    assert _takes(_compile(compiler, {**counted, "properties": {"a": {"const": 1}}}), '{"a": 1, "b": null}')
+    assert accepts(
+        _compile(compiler, {**counted, "properties": {"a": {"const": 1}}}), character_ids('{"a": 1, "b": null}')
+    )
     for step in (0.01, 1_000_000, 7, 16_383, 0.00000025):
-        assert _takes(_compile(compiler, {"type": "number", "multipleOf": step}), "0")
+        assert accepts(_compile(compiler, {"type": "number", "multipleOf": step}), character_ids("0"))
     odd = {"type": "object", "properties": {"\x07": {"const": r"\u0007"}}, "description": "\x07"}
-    assert _takes(_compile(compiler, odd), r'{"\u0007": "\\u0007"}')
+    assert accepts(_compile(compiler, odd), character_ids(r'{"\u0007": "\\u0007"}'))
 
 
 def test_lenient_schema_ignores_unenforceable_keywords(compiler: GrammarCompiler) -> None:
     schema = {"enum": ["\x07"], "minProperties": 2, "oneOf": [{"type": "string"}]}
-    assert _takes(_compile(compiler, schema, GrammarKind.LENIENT_JSON_SCHEMA), r'"\u0007"')
+    assert accepts(_compile(compiler, schema, GrammarKind.LENIENT_JSON_SCHEMA), character_ids(r'"\u0007"'))
     steps = {"type": "integer", "multipleOf": 999_983}
-    assert _takes(_compile(compiler, steps, GrammarKind.LENIENT_JSON_SCHEMA), "7")
-    assert not _takes(_compile(compiler, _FOO, GrammarKind.LENIENT_JSON_SCHEMA), r'{"\u0066oo": "x"}')
+    assert accepts(_compile(compiler, steps, GrammarKind.LENIENT_JSON_SCHEMA), character_ids("7"))
+    assert not accepts(_compile(compiler, _FOO, GrammarKind.LENIENT_JSON_SCHEMA), character_ids(r'{"\u0066oo": "x"}'))
+
+
+_HERE = {"$ref": "#"}
+
+
+def _needs(part: Any, **more: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {"a": part}, "required": ["a"], **more}
+
+
+def _defined(**schemas: Any) -> dict[str, Any]:
+    return {"$defs": schemas, "$ref": "#/$defs/a"}
+
+
+_A, _B, _C = ({"$ref": f"#/$defs/{name}"} for name in "abc")
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        _HERE,
+        {"anyOf": [_HERE, _HERE]},
+        {"allOf": [_HERE], "type": "string"},
+        _needs(_HERE),
+        _needs({"anyOf": [_HERE, _needs(_HERE)]}),
+        {"type": "array", "items": _HERE, "minItems": 1},
+        {"type": "array", "prefixItems": [{"type": "null"}, _HERE], "minItems": 2},
+        {"type": ["array", "object"], "items": _HERE, "minItems": 1, "properties": {"a": _HERE}, "required": ["a"]},
+        _defined(a=_needs(_B), b=_needs(_C), c=_needs(_A)),
+        _defined(a=_B, b=_A),
+        _needs({"$ref": "#/properties/a"}),
+    ],
+)
+def test_self_referencing_schema_is_endless(schema: Any) -> None:
+    assert is_endless(schema)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {},
+        True,
+        {"type": "object", "properties": {"a": _HERE}},
+        {"type": "array", "items": _HERE},
+        {"properties": {"a": _HERE}, "required": ["a"]},  # a number is valid
+        _needs({"anyOf": [{"type": "null"}, _HERE]}),
+        _needs({**_HERE, "enum": [1]}),
+        _needs({"type": ["null", "object"], "properties": {"b": _HERE}, "required": ["b"]}),
+        {"type": "array", "prefixItems": [{}, _HERE], "minItems": 1},
+        _defined(a=_needs(_B), b={"anyOf": [_needs(_A), _C]}, c={"type": "integer"}),
+        _defined(a=_needs(_C), b={}, c=_B),
+        _defined(**{"a": {"$ref": "#/$defs/~1x%25"}, "/x%": {"type": "null"}}),
+        {"$ref": "http://elsewhere/"},
+        {"$ref": "#anchor"},
+    ],
+)
+def test_schema_with_a_finite_instance_is_not_endless(schema: Any) -> None:
+    assert not is_endless(schema)
+
+
+def test_web_of_references_takes_linear_time() -> None:
+    def look(count: int) -> bool:
+        web: dict[str, Any] = {"$ref": "#"}
+        for i in range(count // 100):
+            web = {"anyOf": [_needs(web), *({"$ref": "#" + "/anyOf/0/properties/a" * (i % 9)} for _ in range(50))]}
+        return is_endless(json.loads(json.dumps(web)))
+
+    assert look(4000) and growth(look, 1000) < 10
+
+
+def test_chain_of_references_takes_linear_time_and_is_followed_to_its_end() -> None:
+    def chain(count: int, end: Any) -> Any:
+        return {"$defs": {str(i): _needs({"$ref": f"#/$defs/{i + 1}"}) for i in range(count)} | {str(count): end}}
+
+    def look(count: int) -> bool:
+        return is_endless({**chain(count, {"type": "null"}), "$ref": "#/$defs/0"})
+
+    assert not look(1000) and growth(look, 1000) < 10
+    assert is_endless({**chain(100, {"type": "null"}), "$ref": "#/$defs/0", "allOf": [_HERE]})

@@ -16,6 +16,7 @@ from core.types.constraints import Grammar, GrammarKind
 from core.types.errors import RequestError
 from core.types.thinking_budget import ThinkingBudget
 from tests.support.character_tokenizer import CHARACTERS, END, save_tokenizer
+from tests.support.masks import character_ids, make_compiler
 
 _OPENING, _CLOSING = "<think>", "</think>"
 _PROMPT = [5, 6, 7]
@@ -24,13 +25,7 @@ _START = len(_PROMPT)
 
 @pytest.fixture(scope="module")
 def compiler(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
-    directory = tmp_path_factory.mktemp("letters")
-    save_tokenizer(directory)
-    return GrammarCompiler(directory, vocab_size=131)
-
-
-def _ids(text: str) -> list[int]:
-    return [CHARACTERS.index(character) for character in text]
+    return make_compiler(tmp_path_factory.mktemp("letters"), vocab_size=131)
 
 
 def _budget(num_tokens: int, *, is_open: bool = True) -> ThinkingBudget:
@@ -39,19 +34,20 @@ def _budget(num_tokens: int, *, is_open: bool = True) -> ThinkingBudget:
         is_open=is_open,
         opening=_OPENING,
         closing=_CLOSING,
-        closing_ids=tuple(_ids(_CLOSING)),
+        closing_ids=tuple(character_ids(_CLOSING)),
     )
 
 
 def _output(mask: ThinkingMask, wanted: str, num_tokens: int = 40) -> str:
     """Return the output of a model that wants to write `wanted` in a loop and obeys forced tokens."""
-    tokens, script = list(_PROMPT), _ids(wanted)
+    tokens, script = list(_PROMPT), character_ids(wanted)
     for _ in range(num_tokens):
         forced = mask.only(tokens, _START)
         words = mask.allowed(tokens, _START)
         allowed = np.unpackbits(words.view(np.uint8), bitorder="little").nonzero()[0].tolist()
         assert allowed == [forced] if forced is not None else len(allowed) > 130
-        tokens.append(script.pop(0) if forced is None and script else forced if forced is not None else _ids(".")[0])
+        wish = script.pop(0) if forced is None and script else CHARACTERS.index(".")
+        tokens.append(wish if forced is None else forced)
     return "".join(CHARACTERS[token] for token in tokens[_START:]).rstrip(".")
 
 
@@ -84,7 +80,7 @@ def test_state_is_a_function_of_the_tokens(compiler: GrammarCompiler, num_tokens
     """A mask that saw each token, a new one, and a fork agree; may_forbid is true whenever a token is forced."""
     budget = _budget(num_tokens, is_open=is_open)
     for wanted in ("abcdefg", "<think>ab</think>c", "ab</th</think>d", ".<think>a"):
-        tokens = [*_PROMPT, *_ids(_output(compiler.bounded(budget), wanted))]
+        tokens = [*_PROMPT, *character_ids(_output(compiler.bounded(budget), wanted))]
         grown = compiler.bounded(budget)
         forced = [grown.only(tokens[:end], _START) for end in range(_START, len(tokens) + 1)]
         for number, one in enumerate(forced):
@@ -98,7 +94,7 @@ def test_state_is_a_function_of_the_tokens(compiler: GrammarCompiler, num_tokens
 
 def test_unconstrained_answer_is_masked_only_near_the_end_of_its_thinking(compiler: GrammarCompiler) -> None:
     """Other steps can be scheduled asynchronously."""
-    tokens = [*_PROMPT, *_ids("abcdef</think>ghij")]
+    tokens = [*_PROMPT, *character_ids("abcdef</think>ghij")]
     mask = compiler.bounded(_budget(6))
     may_forbid = [mask.may_forbid(tokens[:end], _START, 0) for end in range(_START, len(tokens) + 1)]
     assert may_forbid == [False] * 6 + [True] * 8 + [False] * 5
@@ -109,10 +105,10 @@ def test_grammar_continues_after_a_forced_end(compiler: GrammarCompiler) -> None
     text = f'start: thinking answer\nthinking[suffix="</think>"]: /(?s:.*)/\nanswer: %json {schema}'
     grammar = compiler.compile(Grammar(kind=GrammarKind.LARK, text=text)).mask([END])
     mask = compiler.bounded(_budget(4), grammar)
-    tokens = [*_PROMPT, *_ids("abcd")]
+    tokens = [*_PROMPT, *character_ids("abcd")]
     while tokens[-1] != END and (known := mask.only(tokens, _START)) is not None:
         tokens.append(known)
-    assert tokens[_START:] == [*_ids('abcd</think>"yes"'), END]
+    assert tokens[_START:] == [*character_ids('abcd</think>"yes"'), END]
     assert mask.may_forbid(tokens, _START, 0) and mask.fork().failure == mask.failure == ""
 
 
@@ -154,8 +150,11 @@ def test_a_marker_that_is_one_token_special_or_not(tmp_path: Path) -> None:
     def forced(*tokens: int) -> int | None:
         return mask.fork().only([*_PROMPT, *tokens], _START)
 
-    assert [forced(END, opening, *_ids("ab")[:number]) for number in range(3)] == [None, None, closing]
-    assert forced(opening, *_ids("ab"), closing) is None and forced(opening, 3, closing, *_ids("abc")) is None
+    assert [forced(END, opening, *character_ids("ab")[:number]) for number in range(3)] == [None, None, closing]
+    assert (
+        forced(opening, *character_ids("ab"), closing) is None
+        and forced(opening, 3, closing, *character_ids("abc")) is None
+    )
 
 
 @pytest.mark.parametrize(

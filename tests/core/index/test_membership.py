@@ -1,18 +1,31 @@
-"""Leases: members stay while they renew."""
+"""Leases: members stay while they renew, with their blocks; routers list each other's addresses."""
 
+from __future__ import annotations
+
+import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
+from redis import Redis as BlockingRedis
 from redis.asyncio import Redis
 
 from core.identity.signing import sign
+from core.index import membership, presence, router_addresses
 from core.index.membership import Member, Membership, OtherVersion, RejectionReason
+from core.index.presence import Presence
+from core.index.redis_client import connect_redis
+from core.index.router_addresses import RouterAddresses
 from core.types.request import Role
+from core.types.tier import Tier
 from core.types.wire_version import WIRE_VERSION
 from tests.support.members import make_member
+from tests.support.redis_at import redis_at
+from tests.support.waiting import WITHIN_S, becomes, told
 
 _KEY = bytes(32)
 _MEMBER = make_member()
@@ -124,3 +137,140 @@ def test_record_without_a_version_is_an_old_one() -> None:
 def test_invalid_record_has_a_reason(text: str) -> None:
     with pytest.raises(ValueError):
         Member.from_json(text)
+
+
+@pytest.fixture
+def short_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "LEASE_S", 0.3)
+    monkeypatch.setattr(presence, "RENEW_S", 0.1)
+
+
+@pytest.mark.usefixtures("short_lease")
+async def test_leave_is_final_even_if_a_cancellation_is_swallowed(redis_url: str) -> None:
+    started = asyncio.Event()
+
+    async def snapshot() -> Mapping[bytes, Tier]:
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:  # redis-py may do this
+            pass
+        return {}
+
+    redis = connect_redis(redis_url)
+    await redis.flushall()
+    present = Presence(redis, name="c", key=_KEY, member=make_member(), snapshot=snapshot)
+    task = asyncio.create_task(present.run())
+    await started.wait()
+    task.cancel()
+    await present.leave()
+    async with asyncio.timeout(WITHIN_S):
+        await asyncio.gather(task, return_exceptions=True)
+    assert asyncio.all_tasks() == {asyncio.current_task()}, "tasks are still running"
+    assert await Membership(redis, name="c", key=_KEY).members() == []
+    await redis.aclose()
+
+
+@pytest.mark.usefixtures("short_lease")
+@pytest.mark.parametrize("loss", ["everything", "blocks", "a refused change", "an event"])
+async def test_lease_and_blocks_that_redis_lost_are_written_again(loss: str, tmp_path: Path) -> None:
+    held, new = {bytes(16): Tier.DEVICE}, bytes([1]) * 16
+    member = make_member()
+    lease, blocks = f"c:member:{member.replica}", f"c:blocks:{member.replica}:device"
+
+    async def snapshot() -> Mapping[bytes, Tier]:
+        return dict(held)
+
+    async def is_complete() -> bool:
+        has_stream = await redis.type("c:events") == b"stream"
+        has_lease = bool(await redis.exists(lease))
+        return has_stream and has_lease and await redis.smembers(blocks) == set(held)  # type: ignore[misc]
+
+    async def is_refused() -> bool:
+        return not await redis.exists(lease)
+
+    with redis_at("127.0.0.1", tmp_path) as url:
+        redis = connect_redis(url)
+        present = Presence(connect_redis(url), name="c", key=_KEY, member=member, snapshot=snapshot)
+        task = asyncio.create_task(present.run())
+        await told(is_complete)
+        match loss:
+            case "everything":
+                await redis.flushall()
+            case "blocks":
+                await redis.unlink(blocks)
+            case "a refused change":
+                await redis.config_set("maxmemory", "1")
+                held[new] = Tier.DEVICE
+                present.publish({new: Tier.DEVICE})
+                await told(is_refused)
+                await redis.config_set("maxmemory", "0")
+            case "an event":  # routers would never learn of this change
+                await redis.delete("c:events")
+                await redis.set("c:events", "foreign")
+                held[new] = Tier.DEVICE
+                present.publish({new: Tier.DEVICE})
+        await told(is_complete)
+        await present.leave()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await redis.aclose()
+
+
+@asynccontextmanager
+async def _router(redis_url: str, router: str, address: str, *, key: bytes = _KEY) -> AsyncIterator[dict[str, str]]:
+    known: dict[str, str] = {}
+    addresses = RouterAddresses(connect_redis(redis_url), known, name="d", key=key, router=router, address=address)
+    running = asyncio.create_task(addresses.run())
+    try:
+        yield known
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await addresses.close()
+
+
+async def test_routers_see_each_other_until_one_leaves(redis_url: str) -> None:
+    BlockingRedis.from_url(redis_url).flushall()
+    async with _router(redis_url, "router-a", "127.0.0.1:1") as first:
+        assert first == {"router-a": "127.0.0.1:1"}, "its own address, before the first read"
+        async with _router(redis_url, "router-b", "127.0.0.1:2") as second:
+            both = {"router-a": "127.0.0.1:1", "router-b": "127.0.0.1:2"}
+            await becomes(lambda: second == both)
+        await becomes(lambda: BlockingRedis.from_url(redis_url).smembers("d:routers") == {b"router-a"})
+
+
+async def test_known_addresses_stay_through_an_outage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(router_addresses, "_RENEW_S", 0.05)
+    both = {"router-a": "127.0.0.1:1", "router-b": "127.0.0.1:2"}
+    async with AsyncExitStack() as stack:
+        with redis_at("127.0.0.1", tmp_path) as url:
+            first = await stack.enter_async_context(_router(url, "router-a", "127.0.0.1:1"))
+            await stack.enter_async_context(_router(url, "router-b", "127.0.0.1:2"))
+            await becomes(lambda: first == both)
+        await becomes(lambda: "the addresses of other routers stay as they are" in caplog.text)
+        assert first == both
+
+
+async def test_unsigned_router_record_is_ignored(redis_url: str) -> None:
+    client = BlockingRedis.from_url(redis_url)
+    client.flushall()
+    for name, record in {
+        "clear": json.dumps({"router": "clear", "address": "evil:1"}).encode(),
+        "long": b"x" * 5000,
+        "empty": b"",
+    }.items():
+        client.set(f"d:router:{name}", record)
+        client.sadd("d:routers", name)
+    async with (
+        _router(redis_url, "stranger", "evil:2", key=b"x" * 32),
+        _router(redis_url, "router-a", "127.0.0.1:1"),
+    ):
+        await becomes(lambda: client.smembers("d:routers") >= {b"stranger", b"router-a"})
+        client.set("d:router:copied", client.get("d:router:router-a") or b"")  # a signed record under another name
+        client.sadd("d:routers", "copied")
+        async with _router(redis_url, "router-c", "127.0.0.1:3") as known:
+            await becomes(lambda: len(known) > 1)
+            assert known == {"router-a": "127.0.0.1:1", "router-c": "127.0.0.1:3"}

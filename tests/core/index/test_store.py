@@ -104,31 +104,7 @@ async def redis(redis_url: str) -> AsyncIterator[Redis]:
         yield client
 
 
-# Contract: a router knows exactly what the replicas published, in one process or through Redis.
-
-
-class _Memory:
-    """Replicas that write directly to a router's index."""
-
-    def __init__(self) -> None:
-        self.index = PrefixIndex()
-
-    async def publish(self, replica: str, changes: Mapping[bytes, Tier | None]) -> None:
-        for prefix_hash, tier in changes.items():
-            if tier is None:
-                self.index.remove(replica, [prefix_hash])
-            else:
-                self.index.store(replica, [prefix_hash], tier)
-
-    async def reset(self, replica: str, held: Mapping[bytes, Tier]) -> None:
-        self.index.drop(replica)
-        await self.publish(replica, held)
-
-    async def forget(self, replica: str) -> None:
-        self.index.drop(replica)
-
-    async def settle(self) -> None:
-        pass
+# Contract: a router knows exactly what the replicas published through Redis.
 
 
 class _ThroughRedis:
@@ -161,21 +137,17 @@ class _ThroughRedisLate(_ThroughRedis):
         await super().settle()
 
 
-_World = _Memory | _ThroughRedis
-
-
-@pytest.fixture(params=["memory", "redis", "redis, late"])
-def world(request: pytest.FixtureRequest, redis: Redis) -> _World:
-    if request.param == "memory":
-        return _Memory()
-    return _ThroughRedis(redis) if request.param == "redis" else _ThroughRedisLate(redis)
+@pytest.fixture(params=[_ThroughRedis, _ThroughRedisLate], ids=["followed", "read later"])
+def world(request: pytest.FixtureRequest, redis: Redis) -> _ThroughRedis:
+    made: _ThroughRedis = request.param(redis)
+    return made
 
 
 def _in(tier: Tier | None, *numbers: int) -> dict[bytes, Tier | None]:
     return {_HASHES[number]: tier for number in numbers}
 
 
-async def test_contract_stored_blocks_are_found(world: _World) -> None:
+async def test_contract_stored_blocks_are_found(world: _ThroughRedis) -> None:
     await world.publish("a", _in(Tier.DEVICE, 0, 1, 2))
     await world.publish("b", _in(Tier.DEVICE, 0, 1))
     await world.publish("a", _in(None, 2))
@@ -183,7 +155,7 @@ async def test_contract_stored_blocks_are_found(world: _World) -> None:
     assert world.index.match(_HASHES) == {"a": 2, "b": 2}
 
 
-async def test_contract_a_block_that_moves_is_in_one_tier(world: _World) -> None:
+async def test_contract_a_block_that_moves_is_in_one_tier(world: _ThroughRedis) -> None:
     await world.publish("a", _in(Tier.DEVICE, *range(6)))
     await world.settle()
     await world.publish("a", {**_in(Tier.DISK, 4, 5), **_in(Tier.HOST, 2, 3)})
@@ -194,7 +166,7 @@ async def test_contract_a_block_that_moves_is_in_one_tier(world: _World) -> None
     assert world.index.depths(_HASHES) == {"a": Depths(3, 4, 5)}
 
 
-async def test_contract_reset_replaces_all_blocks(world: _World) -> None:
+async def test_contract_reset_replaces_all_blocks(world: _ThroughRedis) -> None:
     await world.publish("a", _in(Tier.DEVICE, *range(8)))
     await world.settle()
     await world.reset("a", {_HASHES[0]: Tier.DEVICE, _HASHES[1]: Tier.DISK})
@@ -206,7 +178,7 @@ async def test_contract_reset_replaces_all_blocks(world: _World) -> None:
     assert world.index.depths(_HASHES) == {}
 
 
-async def test_contract_dropped_replica_holds_nothing(world: _World) -> None:
+async def test_contract_dropped_replica_holds_nothing(world: _ThroughRedis) -> None:
     await world.publish("a", _in(Tier.HOST, *range(8)))
     await world.publish("b", _in(Tier.DEVICE, 0))
     await world.settle()
@@ -215,7 +187,7 @@ async def test_contract_dropped_replica_holds_nothing(world: _World) -> None:
     assert world.index.depths(_HASHES) == {"b": Depths(1, 1, 1)}
 
 
-async def test_contract_many_blocks_at_once(world: _World) -> None:
+async def test_contract_many_blocks_at_once(world: _ThroughRedis) -> None:
     many = [number.to_bytes(16, "big") for number in range(3000)]
     await world.publish("a", dict.fromkeys(many, Tier.DEVICE))
     await world.settle()

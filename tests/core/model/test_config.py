@@ -1,4 +1,4 @@
-"""Parsing and validation of config.json and generation_config.json."""
+"""Parsing and validation of config.json and generation_config.json; and the division of a replica's KV memory."""
 
 from __future__ import annotations
 
@@ -11,21 +11,14 @@ import pytest
 
 from core.model import config as model_config
 from core.model.gguf_file import StoredTensor, write_table
+from core.model.kv_memory import CacheShape, WindowArithmetic, state_slots_for
 from core.types.errors import SpecError
 
 LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 64,
-    "intermediate_size": 160,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "vocab_size": 100,
-    "max_position_embeddings": 2048,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
+    "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 8, "vocab_size": 100,
+    "max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
@@ -66,25 +59,13 @@ def test_generation_config_names_the_end_tokens(tmp_path: Path) -> None:
         ({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4.0}}, "linear", 8192),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 5e5, "factor": 2.0}}, "dynamic", 4096),
         ({"rope_theta": 5e5, "rope_scaling": _LLAMA3}, "llama3", 2048),
-        (
-            {
-                "rope_theta": 5e5,
-                "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024},
-            },
-            "yarn",
-            4096,
-        ),
+        ({"rope_theta": 5e5, "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}},
+         "yarn", 4096),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0}}, "yarn", 8192),
-        (
-            {
-                "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
-                "rope_scaling": {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0},
-            },
-            "yarn",
-            8192,
-        ),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+          "rope_scaling": {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0}}, "yarn", 8192),
     ],
-)
+)  # fmt: skip
 def test_rope_settings_in_both_forms(settings: dict[str, Any], kind: str, max_context: int, tmp_path: Path) -> None:
     config = model_config.load(write(tmp_path, **settings))
     assert (config.ropes[0].kind, config.max_context, config.ropes[0].theta) == (kind, max_context, 5e5)
@@ -118,26 +99,12 @@ def test_model_type_stands_for_a_missing_architecture(
         ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, (None, None)),
         ({"architectures": ["LlamaForCausalLM"], "sliding_window": 9}, (None, None)),
         ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 9, "use_sliding_window": False}, (None, None)),
-        (
-            {
-                "architectures": ["Qwen2ForCausalLM"],
-                "sliding_window": 9,
-                "use_sliding_window": True,
-                "max_window_layers": 1,
-            },
-            (None, 9),
-        ),
-        (
-            {
-                "architectures": ["Qwen3ForCausalLM"],
-                "sliding_window": 9,
-                "use_sliding_window": True,
-                "layer_types": ["sliding_attention", "full_attention"],
-            },
-            (9, None),
-        ),
+        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 9, "use_sliding_window": True,
+         "max_window_layers": 1}, (None, 9)),
+        ({"architectures": ["Qwen3ForCausalLM"], "sliding_window": 9, "use_sliding_window": True,
+         "layer_types": ["sliding_attention", "full_attention"]}, (9, None)),
     ],
-)
+)  # fmt: skip
 def test_sliding_windows(changes: dict[str, Any], windows: tuple[int | None, ...], tmp_path: Path) -> None:
     assert tuple(layer.window for layer in model_config.load(write(tmp_path, **changes)).layers) == windows
 
@@ -295,3 +262,42 @@ def test_gguf_fingerprint_is_independent_of_the_path(tmp_path: Path) -> None:
         write_table(write(directory), [tensor])
         found.append(model_config.fingerprint(directory))
     assert found[0] == found[1]
+
+
+_MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("memory_mib", "state_bytes", "token_bytes", "expected"),
+    [
+        (40 * 1024, 64 * _MIB, 20 << 10, 284),  # one per 4,096 tokens
+        (16 * 1024, 64 * _MIB, 20 << 10, 128),  # at most half of the memory
+        (20 * 1024, 64 * _MIB, 64 << 10, 128),  # two per running sequence
+        (1024, 64 << 10, 4 << 10, 512),  # a 32nd of the memory
+        (100, 64 * _MIB, 20 << 10, 2),
+    ],
+)
+def test_state_slots(memory_mib: int, state_bytes: int, token_bytes: int, expected: int) -> None:
+    slots = state_slots_for(memory_mib * _MIB, state_bytes, token_bytes=token_bytes, max_running=64)
+    assert slots == expected
+
+
+@pytest.mark.parametrize(
+    ("memory_mib", "of_1k", "of_8k", "longest"),
+    [
+        (512, 20, 8, 0),  # cannot hold the largest context: half of the memory
+        (780, 21, 16, 1),  # the largest context, and what is left
+        (1024, 42, 16, 1),
+        (16 * 1024, 128, 128, 29),  # parts for all running sequences, and for as many prefixes
+    ],
+)
+def test_parts_of_short_sequences(memory_mib: int, of_1k: int, of_8k: int, longest: int) -> None:
+    """A model with a long context, like Gemma 3: a short sequence needs as many parts as a long one."""
+    windows = WindowArithmetic(window=512, block_size=16, max_context=128 << 10, max_batch_tokens=512)
+    cache = CacheShape(block_size=16, token_bytes=26 << 10, window_token_bytes=22 << 10, window=512)
+    sizes = cache.pool_sizes(memory_mib * _MIB, max_running=64, windows=windows)
+    found = [sizes.max_batch(cache, context << 10, max_batch_tokens=512) for context in (1, 8, 128)]
+    assert found == [of_1k, of_8k, longest]
+    assert sizes.num_window_parts
+    num_bytes = 16 * (sizes.num_blocks * (4 << 10) + sizes.num_window_parts * (22 << 10))
+    assert num_bytes <= memory_mib * _MIB < num_bytes + cache.block_bytes

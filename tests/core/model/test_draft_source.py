@@ -111,28 +111,20 @@ def test_mtp_uses_the_models_directory(tmp_path: Path) -> None:
     assert source and source.kind == "draft" and source.directory == other
 
 
-@pytest.mark.parametrize("method", ["draft", "auto", "medusa"])
-def test_missing_source_names_the_spec_key(tmp_path: Path, method: str) -> None:
-    with pytest.raises(SpecError, match=r"^speculation\.model: .*nowhere: no such"):
-        draft_source(_spec(method=method, model=str(tmp_path / "nowhere")))
-
-
-def test_heads_named_as_a_draft_model_are_reported(tmp_path: Path) -> None:
-    directory = _model(tmp_path / "it")
-    (directory / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLMEagle3"]}))
-    with pytest.raises(
-        SpecError, match=r"^speculation\.model: .*these are eagle heads; set speculation\.method to eagle"
-    ):
-        draft_source(_spec(method="draft", model=str(directory)))
-
-
-def test_missing_repository_names_the_spec_key(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("method", ["draft", "auto", "medusa", "eagle"])
+def test_unusable_source_names_the_spec_key(tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: object, **options: object) -> str:
         raise OSError("no connection")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    with pytest.raises(SpecError, match=r"^speculation\.model: hf:org/heads: no connection"):
-        draft_source(_spec(method="eagle", model="hf:org/heads"))
+    directory = _model(tmp_path / "it")
+    (directory / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLMEagle3"]}))
+    wrong = {str(tmp_path / "nowhere"): "nowhere: no such", "hf:org/heads": "hf:org/heads: no connection"}
+    if method == "draft":
+        wrong[str(directory)] = "these are eagle heads; set speculation.method to eagle"
+    for source, expected in wrong.items():
+        with pytest.raises(SpecError, match=rf"^speculation\.model: .*{expected}"):
+            draft_source(_spec(method=method, model=source))
 
 
 def test_prefill_replica_loads_heads_but_no_draft_model(tmp_path: Path) -> None:
@@ -178,12 +170,10 @@ def test_draft_model_is_fetched_before_a_role_switch(
         ({"speculation": {"method": "self", "model": "m"}}, "self needs none; leave it out"),
         ({"speculation": {"method": "mtp", "model": "m"}}, "mtp needs none; leave it out"),
         ({"speculation": {"method": "ngram", "model": "m"}}, "ngram needs none; leave it out"),
-        (
-            {"speculation": {"method": "self"}, "decode": {"tensor_parallel": 2}},
-            "self needs decode.tensor_parallel: 1; draft runs beside any",
-        ),
+        ({"speculation": {"method": "self"}, "decode": {"tensor_parallel": 2}},
+         "self needs decode.tensor_parallel: 1; draft runs beside any"),
     ],
-)
+)  # fmt: skip
 def test_method_and_model_must_match(tree: dict[str, Any], expected: str) -> None:
     with pytest.raises(SpecError, match=expected):
         parse_spec(tree)

@@ -1,4 +1,4 @@
-"""Converted ranked vocabularies encode as the tiktoken library does, and work in everything that reads a tokenizer."""
+"""Tokenizer files of other formats, and those beside tokenizer.json, against tiktoken and transformers."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import tiktoken
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer
 
 from core.grammar.compiler import GrammarCompiler
 from core.model.tokenizer_file import BYTE_OF, TEKKEN, check_tokenizer, open_tokenizer
@@ -19,23 +20,10 @@ from core.types.constraints import Grammar, GrammarKind
 from core.types.errors import SpecError
 from frontend.text.choice_text import Detokenizer
 from frontend.text.tokenizer import Tokenizer as ModelTokenizer
-from tests.support.tiny_tokenizers import CORPUS, write_json
+from tests.core.model.test_gguf_tokenizer import KIMI
+from tests.support.tiny_tokenizers import CORPUS, make_byte_level, write_json
 
-# From Kimi's and Mistral's own files.
-_KIMI = "|".join(
-    [
-        r"[\p{Han}]+",
-        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
-        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*"
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
-        r"\p{N}{1,3}",
-        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
-        r"\s*[\r\n]+",
-        r"\s+(?!\S)",
-        r"\s+",
-    ]
-)
+# From Mistral's own files.
 _TEKKEN = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
@@ -88,7 +76,7 @@ def write_tekken(directory: Path, ranks: dict[bytes, int], **settings: Any) -> P
 
 def _kimi(directory: Path, ranks: dict[bytes, int]) -> tuple[Tokenizer, Callable[[str], list[int]]]:
     added = {_NAMED.get(i, f"<|reserved_token_{len(ranks) + i}|>"): len(ranks) + i for i in range(8)}
-    judge = tiktoken.Encoding("kimi", pat_str=_KIMI, mergeable_ranks=ranks, special_tokens=added)
+    judge = tiktoken.Encoding("kimi", pat_str=KIMI, mergeable_ranks=ranks, special_tokens=added)
     return open_tokenizer(write_kimi(directory, ranks)), lambda text: judge.encode(text, allowed_special="all")
 
 
@@ -203,3 +191,79 @@ def test_huggingface_file_comes_first(tmp_path: Path, ranks: dict[bytes, int]) -
     assert check_tokenizer(directory).name == "tokenizer.json"
     tree = json.loads((directory / "tokenizer.json").read_text())
     assert open_tokenizer(directory).to_str() == Tokenizer.from_str(json.dumps(tree)).to_str()
+
+
+_TEXT = "the <|im_end|> of <tool_call>x</tool_call> <|endoftext|> course"
+_CONFIG = "tokenizer_config.json"
+
+
+def _token(content: str, *, special: bool = True, **flags: bool) -> dict[str, Any]:
+    plain = dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word"), False)
+    return {"content": content, **plain, **flags, "special": special}
+
+
+def _made(directory: Path, *, ordinary: str = "", hidden: str = "", file: str = _CONFIG, **settings: Any) -> Path:
+    """Write a model directory. ordinary: a token that tokenizer.json has as a word only. hidden: one that it adds there
+    and not special. file: gets the settings."""
+    make_byte_level(directory)
+    tree = json.loads((directory / "tokenizer.json").read_text())
+    tree["added_tokens"] = [one | {"special": one["special"] and one["content"] != hidden}
+                            for one in tree["added_tokens"] if one["content"] != ordinary]  # fmt: skip
+    write_json(directory / "tokenizer.json", tree)
+    write_json(directory / "config.json", {"model_type": "llama"})
+    for name, more in ((_CONFIG, {"tokenizer_class": "PreTrainedTokenizerFast"}), (file, settings)):
+        kept = json.loads((directory / name).read_text()) if (directory / name).exists() else {}
+        write_json(directory / name, kept | more)
+    return directory
+
+
+_CASES: dict[str, dict[str, Any]] = {
+    "tokens of tokenizer.json": {},
+    "a token only in tokenizer_config.json": {"added_tokens_decoder": {"421": _token("<tool_call>", special=False)}},
+    "a special token only there": {"added_tokens_decoder": {"421": _token("<tool_call>")}},
+    "other flags there": {"added_tokens_decoder": {"2": _token("<|im_end|>", lstrip=True)}},
+    "a token only in added_tokens.json": {"file": "added_tokens.json", "<tool_call>": 421},
+    "an end token that is an ordinary word": {"ordinary": "<|im_end|>"},
+    "an end token that is not special": {"hidden": "<|im_end|>"},
+    "an unnamed special token that is an ordinary word": {
+        "ordinary": "<|endoftext|>", "additional_special_tokens": ["<|endoftext|>"]
+    },
+    "names in special_tokens_map.json": {
+        "ordinary": "<|endoftext|>", "file": "special_tokens_map.json", "pad_token": "<|endoftext|>"
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", _CASES)
+def test_tokens_equal_those_of_transformers(case: str, tmp_path: Path) -> None:
+    directory = _made(tmp_path, **_CASES[case])
+    ours, theirs = ModelTokenizer(directory), AutoTokenizer.from_pretrained(directory)
+    ids = theirs(_TEXT)["input_ids"]
+    assert ours.encode(_TEXT) == ids and 2 in ids
+    assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+    compiler = GrammarCompiler(directory, vocab_size=ours.vocab_size)
+    assert {text: i for text, i in compiler.special_tokens.items() if ours.is_special(i)} == {
+        token.content: i for i, token in theirs.added_tokens_decoder.items() if token.special
+    }
+
+
+def test_names_outside_the_vocabulary_are_text(tmp_path: Path) -> None:
+    """transformers gives them ids past the last row of the model."""
+    plain = open_tokenizer(_made(tmp_path)).get_vocab()
+    assert open_tokenizer(_made(tmp_path, pad_token="[PAD]", extra_special_tokens=["<new>"])).get_vocab() == plain
+
+
+@pytest.mark.parametrize(
+    ("decoder", "complaint"),
+    [
+        ({"500": _token("<new>")}, "token <new> has id 500, where tokenizer.json leads to 421"),
+        ({"x": _token("<new>")}, "its added tokens are not readable"),
+        ({"421": "<new>"}, "its added tokens are not readable"),
+        ({"421": {"content": 3}}, "its added tokens are not readable"),
+        ([1], "its added tokens are not readable"),
+    ],
+    ids=str,
+)
+def test_invalid_tokens_are_refused(decoder: Any, complaint: str, tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=complaint):
+        open_tokenizer(_made(tmp_path, added_tokens_decoder=decoder))

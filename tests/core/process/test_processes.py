@@ -1,7 +1,8 @@
-"""Finding and terminating processes by their mark."""
+"""Processes: found and ended by their mark, commanded as children; and supervised tasks."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -12,6 +13,9 @@ from collections.abc import Iterator
 import pytest
 
 from core.process import processes
+from core.process.child_process import ChildProcess
+from core.process.supervisor import Supervisor
+from core.types.errors import ReplicaLost
 
 # A leader and a child in a process group of its own; both print when they are ready. `stubborn` ignores SIGTERM.
 _PROGRAM = """
@@ -89,3 +93,86 @@ def test_process_is_identified_by_pid_and_start_time(mark: str) -> None:
     processes.end(mark, grace_s=0.2)
     leader.wait(5)
     assert processes.start_time(leader.pid) is None
+
+
+def test_commands_are_answered_in_order_until_the_process_exits() -> None:
+    process = ChildProcess("tests.core.process.obedient", "40", answer_s=30.0)
+    try:
+        process.tell("add", number=1)
+        process.tell("add", number=1)
+        assert (process.answer(), process.answer()) == (41, 42)
+        with pytest.raises(ReplicaLost, match="has exited"):
+            process.ask("leave")
+        with pytest.raises(ReplicaLost, match="has exited"):
+            while True:  # the first commands may still fit into a buffer
+                process.tell("add", number=1)
+        with pytest.raises(ReplicaLost, match="has exited"):
+            process.answer()
+    finally:
+        process.close()
+
+
+async def test_dead_task_is_logged_counted_and_restarted(caplog: pytest.LogCaptureFixture) -> None:
+    deaths: list[str] = []
+    supervisor = Supervisor(died=deaths.append, first_pause_s=0.0)
+    lives, goes_on = 0, asyncio.Event()
+
+    async def work() -> None:
+        nonlocal lives
+        lives += 1
+        if lives == 1:
+            raise ValueError("a bug")
+        if lives == 2:
+            return  # ending without an error counts as a death, too
+        goes_on.set()
+        await asyncio.Event().wait()
+
+    supervisor.start("tidy", work)
+    await asyncio.wait_for(goes_on.wait(), 10)
+    assert deaths == ["tidy", "tidy"] and supervisor.failing == []
+    assert "task tidy died" in caplog.text and "a bug" in caplog.text and "task tidy ended" in caplog.text
+    await supervisor.close()
+
+
+async def test_task_that_keeps_dying_is_reported_as_failing() -> None:
+    died = asyncio.Event()
+
+    def count(name: str) -> None:
+        if supervisor.failing:
+            died.set()
+
+    supervisor = Supervisor(died=count, first_pause_s=0.0)
+
+    async def work() -> None:
+        raise ValueError("for ever")
+
+    task = supervisor.start("hopeless", work)
+    supervisor.start("well", asyncio.Event().wait)  # type: ignore[arg-type]
+    await asyncio.wait_for(died.wait(), 10)
+    assert supervisor.failing == ["hopeless"]
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert supervisor.failing == []
+    await supervisor.close()
+
+
+@pytest.mark.parametrize("error", [None, ConnectionError("while it was cancelled")])
+async def test_cancelled_task_is_not_restarted_even_if_it_swallows_the_cancellation(error: Exception | None) -> None:
+    supervisor, lives, has_begun = Supervisor(first_pause_s=0.0), 0, asyncio.Event()
+
+    async def work() -> None:
+        nonlocal lives
+        lives += 1
+        has_begun.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            if error:
+                raise error from None
+
+    task = supervisor.start("stubborn", work)
+    await has_begun.wait()
+    task.cancel()
+    await asyncio.wait_for(asyncio.gather(task, return_exceptions=True), 10)
+    assert lives == 1
+    await supervisor.close()

@@ -1,13 +1,19 @@
-"""Errors of inconsistent specs: one line that names the path."""
+"""Errors of inconsistent specs and plugin names: one line that names the path; and windows of a spec's model."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from core.model import config as model_config
+from core.model.recurrent import ShortConvShape
+from core.spec.kv_windows import why_windows_stay
 from core.spec.loader import load_spec, parse_spec
+from core.spec.plugin import find, made
 from core.types.errors import SpecError
 
 DETERMINISTIC = {"engine": {"deterministic": True}, "kv": {"wire_dtype": "raw"}}
@@ -17,9 +23,7 @@ DETERMINISTIC = {"engine": {"deterministic": True}, "kv": {"wire_dtype": "raw"}}
     "more",
     [
         {},
-        {"kv": {"pool_dtype": "fp8_e4m3"}},
-        {"kv": {"pool_dtype": "int8"}},
-        {"kv": {"pool_dtype": "int4"}},
+        *({"kv": {"pool_dtype": dtype}} for dtype in ("fp8_e4m3", "int8", "int4")),
         {"model": {"weights": "int8"}},
         {"prefill": {"tensor_parallel": 2}, "decode": {"tensor_parallel": 2}},
     ],
@@ -28,21 +32,62 @@ def test_deterministic(more: dict[str, Any]) -> None:
     assert parse_spec(DETERMINISTIC | more).engine.deterministic
 
 
-@pytest.mark.parametrize(
-    ("more", "need"),
-    [
-        ({"kv": {}}, "kv.wire_dtype raw, or a quantized kv.pool_dtype"),
-        ({"model": {"dtype": "float32"}}, "model.dtype bfloat16"),
-        ({"decode": {"resources": {"gpus": 1}}}, "pools without GPUs"),
-        ({"prefill": {"tensor_parallel": 2}}, "prefill.tensor_parallel equal to decode.tensor_parallel"),
-        ({role: {"tensor_parallel": 3} for role in ("prefill", "decode")}, "a tensor_parallel of 1 or 2"),
-    ],
-)
-def test_deterministic_names_unmet_requirements(more: dict[str, Any], need: str) -> None:
+_ENCRYPT = {"encrypt": True}
+_WRONG: list[tuple[dict[str, Any], str]] = [
+    *(
+        (DETERMINISTIC | more, f"spec: engine: deterministic needs {need}")
+        for more, need in (
+            ({"kv": {}}, "kv.wire_dtype raw, or a quantized kv.pool_dtype"),
+            ({"model": {"dtype": "float32"}}, "model.dtype bfloat16"),
+            ({"decode": {"resources": {"gpus": 1}}}, "pools without GPUs"),
+            ({"prefill": {"tensor_parallel": 2}}, "prefill.tensor_parallel equal to decode.tensor_parallel"),
+            ({role: {"tensor_parallel": 3} for role in ("prefill", "decode")}, "a tensor_parallel of 1 or 2"),
+        )
+    ),
+    ({"security": {"tls": "files"}}, "spec: security: tls: files needs ca, certificate, key, too"),
+    ({"security": {"tls": "files", "ca": "a", "key": "k"}}, "spec: security: tls: files needs certificate, too"),
+    ({"security": {"ca": "a"}}, "spec: security: ca: only with tls: files"),
+    ({"security": {"tls": "off", "key": "k"}}, "spec: security: key: only with tls: files"),
+    ({"security": {"tls": "on"}}, "spec: security.tls: input should be 'auto', 'files' or 'off'"),
+    *(
+        ({"decode": {"max_running": running, "max_batch_tokens": tokens}},
+         f"spec: decode: max_batch_tokens: {tokens} must be above max_running")
+        for running, tokens in ((512, 512), (600, 512), (16, 16))
+    ),
+    ({"engine": {"cuda_graphs": 8}}, "spec: engine.cuda_graphs"),
+    *(({"kv": {"host_link": link}, "decode": {"resources": {"gpus": 1}}}, "no link carries blocks between a pool with "
+       "GPUs and one without") for link in ("tcp", "gloo", "nixl")),
+    ({"decode": {"resources": {"gpus": 2}}}, "decode.resources.gpus: a rank uses one; "),
+    *(({"kv": _ENCRYPT | {"host_link": link}}, "kv.encrypt: only the tcp link supports it")
+      for link in ("gloo", "nixl", "a.link:Mine")),
+    ({"kv": _ENCRYPT, "prefill": {"resources": {"gpus": 1}}}, "kv.encrypt: only the tcp link supports it"),
+    ({"speculation": "auto"}, "speculation: a section of keys is expected, such as speculation.method (got 'auto')"),
+    ({"autoscale": "on"}, "autoscale: a section of keys is expected, such as autoscale."),
+    ({"decode": {"speculation": {}}}, "decode.speculation: unknown key; speculation belongs beside decode, not in it"),
+    ({"speculation": {"method": "eagle3"}}, "(got 'eagle3'); did you mean eagle?"),
+    ({"speculation": {"method": "luck"}}, "(got 'luck')"),
+    ({"speculation": {"method": "eagle", "max_tokens": 4}}, "spec: speculation: model: eagle needs draft heads; "),
+    ({"speculation": {"method": "self"}, "decode": {"tensor_parallel": 2}},
+     "spec: speculation.method: self needs decode.tensor_parallel: 1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("tree", "expected"), _WRONG, ids=str)
+def test_inconsistent_spec_is_one_line(tree: dict[str, Any], expected: str) -> None:
     with pytest.raises(SpecError) as rejected:
-        parse_spec(DETERMINISTIC | more)
+        parse_spec(tree)
     message = str(rejected.value)
-    assert message.startswith(f"spec: engine: deterministic needs {need}") and "\n" not in message
+    assert expected in message and "\n" not in message and "(got {" not in message
+
+
+def test_settings_beside_the_wrong_ones_are_accepted() -> None:
+    for running in (512, 600, 16):
+        assert parse_spec({"decode": {"max_running": running, "max_batch_tokens": running + 1}})
+        assert parse_spec({"prefill": {"max_running": running, "max_batch_tokens": running}}), "they do not decode"
+    for prefill in ({"replicas": 0}, {"resources": {"gpus": 0.5}}):
+        assert parse_spec({"decode": {"resources": {"gpus": 1}}, "prefill": prefill}).decode.resources.gpus == 1
+    assert parse_spec({"kv": _ENCRYPT}).kv.encrypt and not parse_spec({}).kv.encrypt
+    assert not parse_spec({}).kv.trust_network
 
 
 def test_deterministic_is_not_checked_with_other_mistakes() -> None:
@@ -51,52 +96,10 @@ def test_deterministic_is_not_checked_with_other_mistakes() -> None:
 
 
 @pytest.mark.parametrize(("text", "meant"), [("auto", "auto"), ("off", "off"), ("'off'", "off"), ("false", "off")])
-def test_cuda_graphs(text: str, meant: str) -> None:
+def test_off_is_a_word(text: str, meant: str) -> None:
     """YAML reads a bare off as false."""
-    assert load_spec("1P1D", overrides=[f"engine.cuda_graphs={text}"]).engine.cuda_graphs == meant
-
-
-def test_cuda_graphs_reject_a_number() -> None:
-    with pytest.raises(SpecError, match=r"engine\.cuda_graphs"):
-        load_spec("1P1D", overrides=["engine.cuda_graphs=8"])
-
-
-@pytest.mark.parametrize(("text", "meant"), [("auto", "auto"), ("off", "off"), ("false", "off")])
-def test_tls(text: str, meant: str) -> None:
-    assert load_spec("1P1D", overrides=[f"security.tls={text}"]).security.tls == meant
-
-
-@pytest.mark.parametrize(
-    ("security", "expected"),
-    [
-        ({"tls": "files"}, "spec: security: tls: files needs ca, certificate, key, too"),
-        ({"tls": "files", "ca": "a", "key": "k"}, "spec: security: tls: files needs certificate, too"),
-        ({"ca": "a"}, "spec: security: ca: only with tls: files"),
-        ({"tls": "off", "key": "k"}, "spec: security: key: only with tls: files"),
-        ({"tls": "on"}, "spec: security.tls: input should be 'auto', 'files' or 'off'"),
-    ],
-)
-def test_incomplete_security_files_are_rejected(security: dict[str, str], expected: str) -> None:
-    with pytest.raises(SpecError) as rejected:
-        parse_spec({"security": security})
-    assert str(rejected.value).startswith(expected)
-
-
-@pytest.mark.parametrize(("running", "tokens"), [(512, 512), (600, 512), (16, 16)])
-def test_max_running_must_be_below_max_batch_tokens(running: int, tokens: int) -> None:
-    with pytest.raises(SpecError) as rejected:
-        parse_spec({"decode": {"max_running": running, "max_batch_tokens": tokens}})
-    message = str(rejected.value)
-    assert (
-        message.startswith(f"spec: decode: max_batch_tokens: {tokens} must be above max_running")
-        and "\n" not in message
-    )
-    assert (
-        parse_spec({"decode": {"max_running": running, "max_batch_tokens": running + 1}}).decode.max_running == running
-    )
-    assert parse_spec({"prefill": {"max_running": running, "max_batch_tokens": tokens}}), (
-        "prefill replicas do not decode"
-    )
+    spec = load_spec("1P1D", overrides=[f"engine.cuda_graphs={text}", f"security.tls={text}"])
+    assert (spec.engine.cuda_graphs, spec.security.tls) == (meant, meant)
 
 
 @pytest.mark.parametrize(
@@ -126,71 +129,91 @@ def test_paths_are_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert parse_spec({"model": {"source": source}}).model.source == source
 
 
-@pytest.mark.parametrize("link", ["tcp", "gloo", "nixl"])
-def test_gpu_and_cpu_pools_do_not_mix(link: str) -> None:
-    tree = {"kv": {"host_link": link}, "decode": {"resources": {"gpus": 1}}}
-    with pytest.raises(SpecError, match="no link carries blocks between a pool with GPUs and one without"):
-        parse_spec(tree)
-    for prefill in ({"replicas": 0}, {"resources": {"gpus": 0.5}}):
-        assert parse_spec(tree | {"prefill": prefill}).decode.resources.gpus == 1
-
-
-def test_a_rank_uses_one_gpu() -> None:
-    with pytest.raises(SpecError, match=r"decode\.resources\.gpus: a rank uses one; .* set tensor_parallel"):
-        parse_spec({"decode": {"resources": {"gpus": 2}}})
+_MODULES = {
+    "plugin_good": "class Made:\n    def __init__(self, size: int) -> None: ...\nX = 3",
+    "plugin_raises": "raise RuntimeError('not today')",
+    "plugin_syntax": "def (",
+    "plugin_exits": "import sys; sys.exit(3)",
+}
 
 
 @pytest.mark.parametrize(
-    "more",
+    ("name", "reason"),
     [
-        {"kv": {"encrypt": True, "host_link": "gloo"}},
-        {"kv": {"encrypt": True, "host_link": "nixl"}},
-        {"kv": {"encrypt": True, "host_link": "a.link:Mine"}},
-        {"kv": {"encrypt": True}, "prefill": {"resources": {"gpus": 1}}},
+        ("nosuch", "must be ours or a MODULE:NAME"),
+        ("plugin_nosuch:X", "PYTHONPATH"),
+        ("plugin_good:Y", "AttributeError"),
+        ("plugin_good:X", "must be a class"),
+        ("plugin_raises:X", "RuntimeError: not today"),
+        ("plugin_syntax:X", "SyntaxError"),
+        ("plugin_exits:X", "SystemExit: 3"),
     ],
 )
-def test_encrypt_needs_the_tcp_link(more: dict[str, Any]) -> None:
-    with pytest.raises(SpecError, match=r"kv\.encrypt: only the tcp link supports it") as rejected:
-        parse_spec(more)
-    assert "\n" not in str(rejected.value)
-    assert parse_spec({"kv": {"encrypt": True}}).kv.encrypt and not parse_spec({}).kv.encrypt
-    assert not parse_spec({}).kv.trust_network
+def test_invalid_name_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, reason: str) -> None:
+    for module, text in _MODULES.items():
+        (tmp_path / f"{module}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SpecError) as rejected:
+        find(name, {"ours": object})
+    assert (
+        str(rejected.value).startswith(f"{name}: ")
+        and reason in str(rejected.value)
+        and "\n" not in str(rejected.value)
+    )
+
+
+def test_wrong_signature_is_one_line() -> None:
+    def make(*, size: int) -> int:
+        return size
+
+    assert made("a:b", make, size=3) == 3
+    with pytest.raises(SpecError, match=r"a:b: cannot be created: .*count"):
+        made("a:b", make, count=3)
+
+
+_MISTRAL = {
+    "architectures": ["MistralForCausalLM"], "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 96, "max_position_embeddings": 32768,
+    "sliding_window": 1024,
+}  # fmt: skip
+
+
+_GEMMA = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "head_dim": 32,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 32,
+}
 
 
 @pytest.mark.parametrize(
-    ("tree", "expected"),
+    ("spec", "config", "why"),
     [
-        (
-            {"speculation": "auto"},
-            "speculation: a section of keys is expected, such as speculation.method (got 'auto')",
-        ),
-        ({"autoscale": "on"}, "autoscale: a section of keys is expected, such as autoscale."),
-        (
-            {"decode": {"speculation": {}}},
-            "decode.speculation: unknown key; speculation belongs beside decode, not in it",
-        ),
+        ({}, {}, None),
+        ({"speculation": {"method": "ngram"}}, {}, None),
+        ({}, {"sliding_window": None}, "no layer has an attention window"),
+        ({"model": {"max_context": 1024}}, {}, "contexts of 1024 tokens are not longer than the window of 1024"),
+        ({}, {"sliding_window": 8192}, "the window of 8192 tokens is large, and model.max_context is not set"),
+        ({"model": {"max_context": 32768}}, {"sliding_window": 8192}, None),
+        ({"prefill": {"kv_host_gib": 1}}, {},
+         "lower tiers keep a block by its layers without a window, and every layer has one"),
+        ({"prefill": {"kv_host_gib": 1}}, _GEMMA, None),
+        ({"speculation": {"method": "self"}}, {}, None),
     ],
-)
-def test_misplaced_or_scalar_section_gets_a_hint(tree: dict[str, Any], expected: str) -> None:
-    with pytest.raises(SpecError) as rejected:
-        parse_spec(tree)
-    assert expected in str(rejected.value)
+)  # fmt: skip
+def test_windows_stay_for_a_reason(
+    spec: dict[str, Any], config: dict[str, Any], why: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(_MISTRAL | config))
+    assert why_windows_stay(parse_spec(spec), model_config.load(tmp_path)) == why
 
 
-@pytest.mark.parametrize(
-    ("method", "expected"), [("eagle3", "(got 'eagle3'); did you mean eagle?"), ("luck", "(got 'luck')")]
-)
-def test_near_miss_gets_a_suggestion(method: str, expected: str) -> None:
-    with pytest.raises(SpecError) as rejected:
-        parse_spec({"speculation": {"method": method}})
-    assert str(rejected.value).endswith(expected)
-
-
-def test_section_errors_do_not_print_the_section() -> None:
-    with pytest.raises(SpecError, match=r"^spec: speculation: model: eagle needs draft heads; [^(]*$"):
-        parse_spec({"speculation": {"method": "eagle", "max_tokens": 4}})
-
-
-def test_errors_about_two_sections_have_no_empty_path() -> None:
-    with pytest.raises(SpecError, match=r"^spec: speculation\.method: self needs decode\.tensor_parallel: 1"):
-        parse_spec({"speculation": {"method": "self"}, "decode": {"tensor_parallel": 2}})
+def test_windows_stay_beside_recurrent_layers(tmp_path: Path) -> None:
+    """No supported family has both."""
+    (tmp_path / "config.json").write_text(json.dumps(_MISTRAL))
+    state = ShortConvShape(hidden_size=64, conv_width=3, has_bias=False)
+    model = model_config.load(tmp_path)
+    first, second = model.layers
+    mixed = replace(model, layers=(replace(first, recurrent=state, window=None), second))
+    why = "states of recurrent layers and parts of blocks are not kept together"
+    assert why_windows_stay(parse_spec({}), mixed) == why

@@ -80,25 +80,15 @@ _LIES: list[tuple[ProcessName, str, Message]] = [
     (_ROUTER, "/cluster.worker.v1.DecodeWorker/Generate", worker.GenerateRequest(router="router-1")),
     (_ROUTER, "/cluster.worker.v1.DecodeWorker/Stop", worker.StopRequest(router="router-1")),
     (_ROUTER, "/cluster.worker.v1.DecodeWorker/Migrate", worker.MigrateRequest()),
-    (
-        _OTHER_LEADER,
-        "/cluster.worker.v1.PrefixFetch/Fetch",
-        worker.FetchRequest(handoff=worker.Handoff(replica="prefill-1")),
-    ),
-    (
-        _OTHER,
-        "/cluster.transfer.v1.Rank/Connect",
-        transfer.SenderFrame(hello=transfer.Hello(sender="prefill-0/0")),
-    ),
-    (
-        _OTHER,
-        "/cluster.transfer.v1.Rank/Connect",
-        transfer.SenderFrame(hello=transfer.Hello(sender="prefill-0/1", sender_rank=0)),
-    ),
+    (_OTHER_LEADER, "/cluster.worker.v1.PrefixFetch/Fetch",
+     worker.FetchRequest(handoff=worker.Handoff(replica="prefill-1"))),
+    (_OTHER, "/cluster.transfer.v1.Rank/Connect", transfer.SenderFrame(hello=transfer.Hello(sender="prefill-0/0"))),
+    (_OTHER, "/cluster.transfer.v1.Rank/Connect", transfer.SenderFrame(hello=transfer.Hello(sender="prefill-0/1",
+     sender_rank=0))),
     (_SIBLING, "/cluster.transfer.v1.Rank/Report", transfer.ReportRequest(rank=1)),
     (_OTHER, "/cluster.transfer.v1.Rank/Tell", transfer.TellRequest(key="gang/0")),
     (_OTHER, "/cluster.transfer.v1.Rank/Ask", transfer.AskRequest(key="prefill-0/0>1#1/f00/place")),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("caller", "name", "message"), _LIES, ids=[name.rpartition("/")[2] for _, name, _ in _LIES])

@@ -26,6 +26,7 @@ from tests.support.identities import DEPLOYMENT, in_clear, proven, rank, router,
 from tests.support.waiting import becomes
 
 _CALLEE, _CALLER = rank("decode-0"), router()
+_AUTHORITY = Authority.create(DEPLOYMENT)
 _S = 20.0
 
 
@@ -191,18 +192,19 @@ async def test_a_router_gets_no_frames_of_another() -> None:
 
 
 @pytest.mark.parametrize(
-    "impostor",
-    [rank("decode-1"), rank("decode-0", 1), rank("decode-0", deployment="neighbour")],
-    ids=["another replica", "another rank", "another deployment"],
+    ("impostor", "reason"),
+    [
+        (proven(_AUTHORITY, rank("decode-1")), "match"),
+        (proven(_AUTHORITY, rank("decode-0", 1)), "match"),
+        (proven(_AUTHORITY, rank("decode-0", deployment="neighbour")), "match"),
+        (proven(Authority.create(DEPLOYMENT), _CALLEE), "CERTIFICATE_VERIFY_FAILED"),
+    ],
+    ids=["another replica", "another rank", "another deployment", "another authority"],
 )
-async def test_router_accepts_only_the_expected_worker(impostor: Any) -> None:
-    authority = Authority.create(DEPLOYMENT)
-    async with _serving(FrameHub(), proven(authority, impostor)) as address:
-        with pytest.raises(ReplicaLost, match=r"decode-0: no connection.*match"):
-            await _follow(address, proven(authority, _CALLER)).end()
-    async with _serving(FrameHub(), proven(Authority.create(DEPLOYMENT), _CALLEE)) as address:
-        with pytest.raises(ReplicaLost, match=r"decode-0: no connection.*CERTIFICATE_VERIFY_FAILED"):
-            await _follow(address, proven(authority, _CALLER)).end()
+async def test_router_accepts_only_the_expected_worker(impostor: Identity, reason: str) -> None:
+    async with _serving(FrameHub(), impostor) as address:
+        with pytest.raises(ReplicaLost, match=rf"decode-0: no connection.*{reason}"):
+            await _follow(address, proven(_AUTHORITY, _CALLER)).end()
 
 
 async def test_renewed_certificate_is_used_from_the_next_connection_on() -> None:
@@ -331,16 +333,10 @@ async def test_oldest_unnamed_connection_is_dropped(monkeypatch: pytest.MonkeyPa
         await following.leave()
 
 
-async def test_a_router_that_falls_silent_is_dropped() -> None:
+@pytest.mark.parametrize(("num_requests", "options"), [(1, {"look_s": 0.01}), (2, {})], ids=["silent", "says more"])
+async def test_a_router_that_breaks_the_protocol_is_dropped(num_requests: int, options: dict[str, float]) -> None:
     hub = FrameHub()
-    async with _serving(hub, look_s=0.01) as address, _raw(address, _request()) as reader:
-        await _dropped(reader)
-        await becomes(lambda: not hub.num_frames(_CALLER.router))
-
-
-async def test_a_router_that_says_more_than_its_request_is_dropped() -> None:
-    hub = FrameHub()
-    async with _serving(hub) as address, _raw(address, _request(), _request()) as reader:
+    async with _serving(hub, **options) as address, _raw(address, *[_request()] * num_requests) as reader:
         await _dropped(reader)
         await becomes(lambda: not hub.num_frames(_CALLER.router))
 
@@ -415,15 +411,10 @@ async def test_a_router_names_itself_and_sends_keep_alives_until_it_is_cancelled
         await asyncio.wait_for(received.read(), _S)
 
 
-@pytest.mark.parametrize("address", ["nowhere", "127.0.0.1:", "127.0.0.1:70000", 70 * "x" + ".example:1", "a\0b:1"])
-async def test_invalid_address_is_an_error(address: str) -> None:
-    with pytest.raises(ReplicaLost, match="decode-0: no connection"):
-        await _follow(address).end()
-
-
-async def test_unreachable_worker_is_an_error() -> None:
-    async with _sending(b"") as (address, _):
-        pass
+@pytest.mark.parametrize(
+    "address", ["nowhere", "127.0.0.1:", "127.0.0.1:70000", 70 * "x" + ".example:1", "a\0b:1", "127.0.0.1:1"]
+)
+async def test_invalid_or_unreachable_address_is_an_error(address: str) -> None:
     with pytest.raises(ReplicaLost, match="decode-0: no connection"):
         await _follow(address).end()
 

@@ -1,13 +1,19 @@
-"""Format of token streams: messages arrive complete and in order, however the bytes are split."""
+"""Token streams: messages arrive complete and in order; a router's tokens are packed into frames."""
 
 from __future__ import annotations
 
 import asyncio
 import struct
+from contextlib import aclosing
 
 import pytest
 
+from core.rpc import worker_pb2 as pb
+from core.types.errors import ReplicaLost
+from core.types.request import DraftTally, FinishReason, SampledToken, TokenLogprob
+from core.wire.frames import FrameHub
 from core.wire.message_stream import BadMessage, MessageStream
+from core.wire.thread_events import CallEvents
 
 _MAX_BYTES = 1000
 
@@ -113,3 +119,69 @@ async def test_drained_times_out() -> None:
     stream.pause_writing()
     with pytest.raises(TimeoutError):
         await stream.drained(0.01)
+
+
+_LAST = SampledToken(8, finish_reason=FinishReason.LENGTH)
+
+
+async def _frame(hub: FrameHub, *tokens: tuple[int, SampledToken]) -> pb.Frame:
+    """Return the frame with these tokens, published in one step each."""
+    async with aclosing(hub.frames("router-0")) as frames:
+        await anext(frames)
+        for token in tokens:  # one step each
+            hub.publish({"router-0": [token]})
+        return await anext(frames)
+
+
+async def test_plain_tokens_are_packed() -> None:
+    frame = await _frame(FrameHub(), *((stream, SampledToken(10 * stream)) for stream in (3, 1, 2)))
+    assert list(frame.plain_streams) == [3, 1, 2] and list(frame.plain_token_ids) == [30, 10, 20]
+    assert not frame.streams
+
+
+async def test_order_within_a_stream_is_kept() -> None:
+    tokens = [
+        (1, SampledToken(5)),
+        (2, SampledToken(6)),
+        (1, SampledToken(7)),
+        (2, _LAST),
+        (1, SampledToken(9)),
+        (1, _LAST),
+    ]
+    frame = await _frame(FrameHub(), *tokens)
+    assert list(zip(frame.plain_streams, frame.plain_token_ids, strict=True)) == [(1, 5), (2, 6), (1, 7)]
+    rich = [(one.stream, token.token_id, token.finish_reason) for one in frame.streams for token in one.tokens]
+    assert rich == [(2, 8, "length"), (1, 9, ""), (1, 8, "length")]
+
+
+async def test_token_with_details_is_not_plain() -> None:
+    for token in (
+        _LAST,
+        SampledToken(1, logprob=TokenLogprob(logprob=-1.0)),
+        SampledToken(1, drafts=DraftTally(steps=1)),
+    ):
+        frame = await _frame(FrameHub(), (1, token))
+        assert len(frame.streams) == 1 and not frame.plain_streams
+
+
+async def test_events_come_in_order_and_end() -> None:
+    events: CallEvents[int] = CallEvents()
+
+    def tell() -> None:
+        for i in range(3):
+            events.put(i)
+        events.end()
+
+    await asyncio.to_thread(tell)
+    assert [event async for event in events] == [0, 1, 2]
+
+
+async def test_an_end_with_an_error_is_raised_after_what_came_before() -> None:
+    events: CallEvents[str] = CallEvents()
+    events.put("first")
+    events.end(ReplicaLost("gone"))
+    seen = []
+    with pytest.raises(ReplicaLost, match="gone"):
+        async for event in events:
+            seen.append(event)
+    assert seen == ["first"]

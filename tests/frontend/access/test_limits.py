@@ -1,9 +1,10 @@
-"""Limits around a request, including Redis outages and client disconnects."""
+"""Limits around a request: round trips, Redis outages and client disconnects."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+import random
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -23,7 +24,6 @@ from frontend.access.redis_limiter import RedisLimiter
 from frontend.text.completion import Completion
 from frontend.text.completion_request import CompletionRequest
 from tests.frontend.access.keys import SALT_KEY, issue
-from tests.support.fake_token_service import FakeTokenService
 from tests.support.tiny_service import MakeCompletions
 from tests.support.waiting import becomes
 
@@ -46,9 +46,20 @@ async def reserved(
         yield await request_context.charge(completions)
 
 
-async def opened(completions: MakeCompletions, prompt: str = "abc", **fields: Any) -> Completion:
+async def opened(
+    completions: MakeCompletions, prompt: str = "abc", *, max_context: int = 256, **fields: Any
+) -> Completion:
     request = CompletionRequest(id="r1", prompt=prompt, ignore_eos=True, **fields)
-    return await completions(FakeTokenService()).open(request)
+    return await completions(max_context=max_context).open(request)
+
+
+async def passes(limits: Limits, asking: Client, one: Completion) -> bool:
+    """Return whether a request is accepted; it ends at once."""
+    try:
+        async with reserved(limits, asking, [one]):
+            return True
+    except RateLimited:
+        return False
 
 
 async def run(completion: Completion) -> None:
@@ -84,15 +95,13 @@ async def test_request_without_limits_can_use_the_whole_budget(completions: Make
 async def test_answer_beyond_the_budget_is_rejected_for_good(completions: MakeCompletions, limits: Limits) -> None:
     one = await opened(completions, max_tokens=20, n=3)
     with pytest.raises(RequestError, match="exceed 60 tokens a minute"):
-        async with reserved(limits, client(tpm=60), [one]):
-            pass
+        assert await passes(limits, client(tpm=60), one)
 
 
 async def test_prompt_beyond_the_budget_is_rejected_for_good(completions: MakeCompletions, limits: Limits) -> None:
     one = await opened(completions, "a b c d e f g h", max_tokens=1)
     with pytest.raises(RequestError, match=r"prompt: has \d+ tokens; this API key allows 2 tokens a minute"):
-        async with reserved(limits, client(tpm=2), [one]):
-            pass
+        assert await passes(limits, client(tpm=2), one)
 
 
 async def test_cancelled_request_returns_its_slot(completions: MakeCompletions, limits: Limits) -> None:
@@ -106,14 +115,11 @@ async def test_cancelled_request_returns_its_slot(completions: MakeCompletions, 
 
     task = asyncio.create_task(hold())
     await has_begun.wait()
-    with pytest.raises(RateLimited):
-        async with reserved(limits, asking, [one]):
-            pass
+    assert not await passes(limits, asking, one)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     await limits.settled()
-    async with reserved(limits, asking, [one]):
-        pass
+    assert await passes(limits, asking, one)
 
 
 class FakeOutage:
@@ -165,13 +171,10 @@ async def test_running_requests_count_again_after_a_redis_outage(completions: Ma
     asking, one = client(concurrency=1), await opened(completions, max_tokens=1)
     async with reserved(limits, asking, [one]):
         shared.is_unavailable = True
-        async with reserved(limits, asking, [one]):
-            pass
+        assert await passes(limits, asking, one)
         shared.is_unavailable = False
         now_ms += 11_000
-        with pytest.raises(RateLimited):
-            async with reserved(limits, asking, [one]):
-                pass
+        assert not await passes(limits, asking, one)
     await limits.settled()
     await there.aclose()
 
@@ -194,17 +197,13 @@ async def test_disconnect_during_the_reservation_returns_everything(completions:
     asking, one = client(concurrency=1, tpm=100), await opened(completions, max_tokens=80)
     shared.goes_on.clear()
 
-    async def ask() -> None:
-        async with reserved(limits, asking, [one]):
-            pass
-
-    task = asyncio.create_task(ask())
+    task = asyncio.create_task(passes(limits, asking, one))
     await shared.has_counted.wait()
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     shared.goes_on.set()
     await limits.settled()
-    await ask()
+    assert await passes(limits, asking, one)
     await limits.settled()
 
 
@@ -215,8 +214,7 @@ async def test_malformed_counts_do_not_affect_other_keys(completions: MakeComple
     assert harmed.key and well.key
     await there.set(f"d:key:{harmed.key.id}:used", "no hash")
     for asking in (harmed, well):
-        async with reserved(limits, asking, [one]):
-            pass
+        assert await passes(limits, asking, one)
     assert await there.exists(f"d:key:{well.key.id}:used")
     await limits.settled()
     await there.aclose()
@@ -227,11 +225,8 @@ async def test_without_redis_each_router_enforces_its_share(completions: MakeCom
     limits = Limits(RedisLimiter(away, name="d"), LocalLimiter(num_routers=2))
     asking, one = client(rpm=4), await opened(completions, max_tokens=1)
     for _ in range(2):
-        async with reserved(limits, asking, [one]):
-            pass
-    with pytest.raises(RateLimited):
-        async with reserved(limits, asking, [one]):
-            pass
+        assert await passes(limits, asking, one)
+    assert not await passes(limits, asking, one)
     await limits.settled()
     await away.aclose()
 
@@ -252,8 +247,7 @@ async def test_tokens_ahead_are_returned_by_slow_uploads(completions: MakeComple
     limits = Limits(None, LocalLimiter(), ahead_s=0.0)
     asking = client(tpm=100)
     one, all_of_it = [await opened(completions, max_tokens=number) for number in (40, 90)]
-    async with reserved(limits, asking, [one]):
-        pass
+    assert await passes(limits, asking, one)
     await limits.settled()
     async with limits.entered(asking) as reading:
         assert reading.place and reading.place[1].num_tokens == one.most_tokens, "as many as the one before it"
@@ -268,11 +262,8 @@ async def test_exhausted_key_is_rejected_from_memory(completions: MakeCompletion
     there = connect_redis(redis_url)
     limits = Limits(RedisLimiter(there, name="d"), LocalLimiter())
     asking, one = client(rpm=1), await opened(completions, max_tokens=1)
-    async with reserved(limits, asking, [one]):
-        pass
-    with pytest.raises(RateLimited):  # the limiter rejects this one
-        async with reserved(limits, asking, [one]):
-            pass
+    assert await passes(limits, asking, one)
+    assert not await passes(limits, asking, one)  # the limiter rejects this one
     with redis.Redis.from_url(redis_url) as forgetting:
         forgetting.flushall()
     with pytest.raises(RateLimited) as caught:
@@ -284,3 +275,98 @@ async def test_exhausted_key_is_rejected_from_memory(completions: MakeCompletion
         pass
     await limits.settled()
     await there.aclose()
+
+
+_LONG_S = 600.0  # so that returned tokens always ride on another call
+
+
+@pytest.fixture
+def looking(redis_url: str) -> Iterator[redis.Redis]:
+    with redis.Redis.from_url(redis_url) as client:
+        client.flushall()
+        yield client
+
+
+@pytest.fixture
+async def routers(redis_url: str, looking: redis.Redis) -> AsyncIterator[list[Limits]]:
+    clients = [connect_redis(redis_url) for _ in range(2)]
+    yield [Limits(RedisLimiter(client, name="d", delay_s=_LONG_S), LocalLimiter()) for client in clients]
+    for client in clients:
+        await client.aclose()
+
+
+def num_trips(looking: redis.Redis) -> int:
+    return int(looking.info("commandstats").get("cmdstat_evalsha", {"calls": 0})["calls"])
+
+
+@pytest.mark.parametrize(
+    ("limits", "most"),
+    [
+        ({"rpm": 100}, 1),
+        ({"tpm": 1000}, 1),
+        ({"rpm": 100, "tpm": 1000}, 1),
+        ({"concurrency": 5}, 2),
+        ({"rpm": 100, "tpm": 1000, "concurrency": 5}, 2),
+    ],
+    ids=lambda each: "+".join(each) if isinstance(each, dict) else str(each),
+)
+async def test_one_round_trip_before_a_request_and_one_after(
+    completions: MakeCompletions, routers: list[Limits], looking: redis.Redis, limits: dict[str, int], most: int
+) -> None:
+    asking, one = client(**limits), await opened(completions, max_tokens=20)
+    for number in range(6):
+        before = num_trips(looking)
+        async with routers[0].entered(asking) as request_context:
+            await request_context.charge([one])
+            waited_for = num_trips(looking) - before
+        if asking.key and asking.key.concurrency:
+            await routers[0].settled()
+        if number > 1:  # by now the router has estimated the tokens, and Redis has cached the scripts
+            assert (waited_for, num_trips(looking) - before) == (1, most)
+
+
+async def test_larger_request_needs_a_second_trip(
+    completions: MakeCompletions, routers: list[Limits], looking: redis.Redis
+) -> None:
+    asking, needed = client(tpm=1000), []
+    for most in (20, 20, 30, 30, 10, 600, 600):
+        before = num_trips(looking)
+        async with routers[0].entered(asking) as request_context:
+            await request_context.charge([await opened(completions, max_context=1000, max_tokens=most)])
+            needed.append(num_trips(looking) - before)
+    assert needed[1:] == [1, 2, 1, 1, 2, 2], "the last needs more than half of the limit"
+
+
+async def test_two_routers_share_a_limit_exactly(
+    completions: MakeCompletions, routers: list[Limits], looking: redis.Redis
+) -> None:
+    asking, draw = client(tpm=400), random.Random(5)
+    given, used, num_rejected = 0, 0, 0
+
+    async def ask(number: int) -> None:
+        nonlocal given, used, num_rejected
+        one = await opened(completions, max_tokens=draw.randrange(1, 60))
+        try:
+            async with routers[number % 2].entered(asking) as request_context:
+                await request_context.charge([one])
+                given += one.most_tokens
+                assert given <= 400
+                await asyncio.sleep(0)
+                if number % 40 == 0:
+                    async with one.run() as events:
+                        assert [event async for event in events]
+                given += one.used_tokens - one.most_tokens
+                used += one.used_tokens
+        except RateLimited:
+            num_rejected += 1
+
+    for wave in range(20):
+        await asyncio.gather(*(ask(10 * wave + number) for number in range(10)))
+    assert asking.key and used and 0 < num_rejected < 150
+    ahead = 0
+    for router in routers:  # returned tokens ride on this call
+        async with router.entered(asking) as request_context:
+            assert request_context.place
+            ahead += request_context.place[1].num_tokens
+    counted = looking.hgetall(f"d:key:{asking.key.id}:used")
+    assert sum(int(count) for field, count in counted.items() if field.startswith(b"t")) == used + ahead

@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
+import httpx
 import pytest
+from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict, StringConstraints, TypeAdapter
 
 from cluster.launch.router_admin import ask_at, ask_here, seen_by
@@ -16,6 +18,7 @@ from core.index.membership import Member
 from core.process.ports import free_ports
 from core.types.errors import DeployError
 from frontend.admin.admin_api import create_admin_app, open_admin_listener
+from frontend.admin.health_api import HealthProbes, add_health
 from frontend.admin.ui_page import UiPage
 from tests.support.http_server import serve_http
 from tests.support.members import make_member
@@ -127,3 +130,18 @@ async def test_port_taken_by_another_process_is_skipped() -> None:
     assert len(routes) == 2 and len(alone) == 1
     assert [answer.where for answer in answers] == [addresses[0], addresses[2]]
     assert [answer.where for answer in named] == [f"{addresses[i]} on {socket.gethostname()}" for i in (0, 2)]
+
+
+@pytest.mark.parametrize("name", ["live", "ready", "startup"])
+async def test_each_probe_has_its_own_answer(name: str) -> None:
+    said = dict.fromkeys(("live", "ready", "startup"), True)
+    app = FastAPI()
+    add_health(
+        app,
+        HealthProbes(live=lambda: said["live"], ready=lambda: said["ready"], startup=lambda: said["startup"]),
+    )
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
+        assert (await client.get(f"/health/{name}")).json() == {"status": "ok"}
+        said[name] = False
+        answers = {question: (await client.get(f"/health/{question}")).status_code for question in said}
+    assert answers == dict.fromkeys(said, 200) | {name: 503}

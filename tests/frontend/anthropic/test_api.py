@@ -3,86 +3,46 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import anthropic
-import httpx
 import pytest
 from pydantic import BaseModel
 
 from core.spec.schema import RouterSpec
 from core.types.errors import CapacityError, RateLimited, ReplicaLost, RequestError
-from frontend.access.access import Access
 from frontend.anthropic.types import MessagesBody
 from frontend.chat.chat import Chat
-from frontend.http.app import create_app
 from frontend.openai.types import ChatBody
 from frontend.text.tokenizer import Tokenizer
 from tests.frontend.access.keys import access_with, issue
-from tests.support.fake_token_service import FakeTokenService
-from tests.support.http_server import serve_http
-from tests.support.plain_http import http_client
-from tests.support.sdk_clients import anthropic_client
-from tests.support.tiny_service import MakeCompletions
+from tests.support.serving import TEMPLATES, USER, Serve, Served
 
-_HERMES = (Path(__file__).parent.parent / "chat" / "templates" / "hermes_tools.jinja").read_text()
+_HERMES = TEMPLATES["hermes_tools"]
 _PARIS = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris 🎉", "days": 3}}\n</tool_call>'
 _LYON = '<tool_call>\n{"name": "weather", "arguments": {"city": "Lyon"}}\n</tool_call>'
 _SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
 _TOOL: Any = {"name": "weather", "description": "Of a city.", "input_schema": _SCHEMA, "cache_control": None}
-_USER: Any = [{"role": "user", "content": "hi"}]
 
 
 class City(BaseModel):
     name: str
 
 
-@dataclass
-class MessagesEndpoint:
-    fake: FakeTokenService
-    tokenizer: Tokenizer
-    client: anthropic.AsyncAnthropic
-    http: httpx.AsyncClient
-
-    def say(self, text: str, *, end: str = "<|im_end|>") -> None:
-        ids = self.tokenizer.encode(text + end)
-        self.fake.script = lambda *_: ids
-
-    @property
-    def prompt(self) -> str:
-        """Last prompt, as the model saw it."""
-        return self.tokenizer.decode(self.fake.started[-1].token_ids, skip_special_tokens=False)
-
-    async def rejected(self, body: dict[str, Any], path: str = "/v1/messages") -> tuple[int, str, str]:
-        answer = await self.http.post(path, json={"max_tokens": 8, "messages": _USER, **body})
-        told = answer.json()
-        assert told["type"] == "error" and told["request_id"] == answer.headers["request-id"]
-        return answer.status_code, told["error"]["type"], told["error"]["message"]
+@pytest.fixture
+async def endpoint(serve: Serve) -> Served:
+    return await _served(serve)
 
 
-@asynccontextmanager
-async def _endpoint(
-    completions: MakeCompletions,
-    tokenizer: Tokenizer,
-    template: str = _HERMES,
-    *,
-    access: Access | None = None,
-    key: str = "none",
-    has_grammars: bool = False,
-    **options: Any,
-) -> AsyncIterator[MessagesEndpoint]:
-    fake = FakeTokenService(max_context=4096)
-    service = completions(fake, chat_template=template, max_context=4096, has_grammars=has_grammars)
-    app = create_app(service, access=access or Access.anybody(), is_healthy=lambda: True, **options)
-    async with serve_http(app) as (host, port), http_client(base_url=f"http://{host}:{port}") as http:
-        base_url = f"http://{host}:{port}"
-        async with anthropic_client(base_url=base_url, api_key=key) as client:
-            yield MessagesEndpoint(fake, tokenizer, client, http)
-    service.close()
+async def _served(serve: Serve, template: str = _HERMES, **options: Any) -> Served:
+    return await serve(**{"chat_template": template, "max_context": 4096} | options)
+
+
+async def _rejected(endpoint: Served, body: dict[str, Any], path: str = "/v1/messages") -> tuple[int, str, str]:
+    answer = await endpoint.http.post(path, json={"max_tokens": 8, "messages": USER, **body})
+    told = answer.json()
+    assert told["type"] == "error" and told["request_id"] == answer.headers["request-id"]
+    return answer.status_code, told["error"]["type"], told["error"]["message"]
 
 
 def _content_of(message: Any) -> dict[str, Any]:
@@ -93,7 +53,7 @@ def _content_of(message: Any) -> dict[str, Any]:
     return dict(told)
 
 
-async def test_text_whole_and_streamed(completions: MakeCompletions, byte_level: Tokenizer) -> None:
+async def test_text_whole_and_streamed(endpoint: Served, byte_level: Tokenizer) -> None:
     fields: dict[str, Any] = {
         "model": "tiny",
         "max_tokens": 64,
@@ -105,154 +65,88 @@ async def test_text_whole_and_streamed(completions: MakeCompletions, byte_level:
         "metadata": {"user_id": "ann"},
         "extra_body": {"temperature": 0.5, "top_p": 0.9, "top_k": 7},
     }
-    async with _endpoint(completions, byte_level) as endpoint:
-        endpoint.say("It is Paris. 🎉")
-        answered = await endpoint.client.messages.with_raw_response.create(**fields)
-        whole = await answered.parse()
-        assert endpoint.prompt == (
-            "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhi\nthere<|im_end|>\n<|im_start|>assistant\n"
-        )
-        (asked,) = endpoint.fake.started
-        assert (asked.sampling.temperature, asked.sampling.top_p, asked.sampling.top_k) == (0.5, 0.9, 7)
-        assert (asked.user, asked.sampling.max_tokens) == ("ann", 64)
-        assert [block.to_dict() for block in whole.content] == [{"type": "text", "text": "It is Paris. 🎉"}]
-        assert (whole.stop_reason, whole.stop_sequence, whole.role) == ("end_turn", None, "assistant")
-        assert whole.id == f"msg_{answered.request_id}" and whole.model == "tiny"
-        used = whole.usage
-        assert used.cache_read_input_tokens == 3 and used.cache_creation_input_tokens == 0
-        assert used.input_tokens + 3 == len(asked.token_ids)
-        assert used.output_tokens == len(byte_level.encode("It is Paris. 🎉<|im_end|>"))
-        async with endpoint.client.messages.stream(**fields) as stream:
-            assert "".join([text async for text in stream.text_stream]) == "It is Paris. 🎉"
-            assert _content_of(await stream.get_final_message()) == _content_of(whole)
-        prompt = {name: fields[name] for name in ("model", "system", "messages")}
-        counted = await endpoint.client.messages.count_tokens(**prompt)
-        assert counted.input_tokens == len(asked.token_ids) and len(endpoint.fake.started) == 2
+    endpoint.say("It is Paris. 🎉")
+    answered = await endpoint.anthropic().messages.with_raw_response.create(**fields)
+    whole = await answered.parse()
+    assert endpoint.prompt == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhi\nthere<|im_end|>\n<|im_start|>assistant\n"
+    )
+    (asked,) = endpoint.fake.started
+    assert (asked.sampling.temperature, asked.sampling.top_p, asked.sampling.top_k) == (0.5, 0.9, 7)
+    assert (asked.user, asked.sampling.max_tokens) == ("ann", 64)
+    assert [block.to_dict() for block in whole.content] == [{"type": "text", "text": "It is Paris. 🎉"}]
+    assert (whole.stop_reason, whole.stop_sequence, whole.role) == ("end_turn", None, "assistant")
+    assert whole.id == f"msg_{answered.request_id}" and whole.model == "tiny"
+    used = whole.usage
+    assert used.cache_read_input_tokens == 3 and used.cache_creation_input_tokens == 0
+    assert used.input_tokens + 3 == len(asked.token_ids)
+    assert used.output_tokens == len(byte_level.encode("It is Paris. 🎉<|im_end|>"))
+    async with endpoint.anthropic().messages.stream(**fields) as stream:
+        assert "".join([text async for text in stream.text_stream]) == "It is Paris. 🎉"
+        assert _content_of(await stream.get_final_message()) == _content_of(whole)
+    prompt = {name: fields[name] for name in ("model", "system", "messages")}
+    counted = await endpoint.anthropic().messages.count_tokens(**prompt)
+    assert counted.input_tokens == len(asked.token_ids) and len(endpoint.fake.started) == 2
 
 
-async def test_stop_reasons(completions: MakeCompletions, byte_level: Tokenizer) -> None:
+async def test_stop_reasons(endpoint: Served, byte_level: Tokenizer) -> None:
     ends: list[tuple[dict[str, Any], str, str, str | None]] = [
         ({"stop_sequences": ["is", "zzz"]}, "It ", "stop_sequence", "is"),
         ({"max_tokens": 2}, byte_level.decode(byte_level.encode("It is Paris.")[:2]), "max_tokens", None),
         ({}, "It is Paris.", "end_turn", None),
     ]
-    async with _endpoint(completions, byte_level) as endpoint:
-        endpoint.say("It is Paris.")
-        for fields, text, reason, stop in ends:
-            asked: Any = {"model": "tiny", "max_tokens": 64, "messages": _USER, **fields}
-            whole = await endpoint.client.messages.create(**asked)
-            assert (whole.content[0].to_dict()["text"], whole.stop_reason, whole.stop_sequence) == (text, reason, stop)
-            async with endpoint.client.messages.stream(**asked) as stream:
-                assert _content_of(await stream.get_final_message()) == _content_of(whole)
-        endpoint.say("")
-        nothing = await endpoint.client.messages.create(model="tiny", max_tokens=8, messages=_USER)
-        assert nothing.content == [] and nothing.stop_reason == "end_turn"
-        begun = [*_USER, {"role": "assistant", "content": "It is"}]
-        await endpoint.client.messages.create(model="tiny", max_tokens=8, messages=begun)
-        assert endpoint.prompt.endswith("<|im_start|>assistant\nIt is"), "the answer continues it"
+    endpoint.say("It is Paris.")
+    for fields, text, reason, stop in ends:
+        asked: Any = {"model": "tiny", "max_tokens": 64, "messages": USER, **fields}
+        whole = await endpoint.anthropic().messages.create(**asked)
+        assert (whole.content[0].to_dict()["text"], whole.stop_reason, whole.stop_sequence) == (text, reason, stop)
+        async with endpoint.anthropic().messages.stream(**asked) as stream:
+            assert _content_of(await stream.get_final_message()) == _content_of(whole)
+    endpoint.say("")
+    nothing = await endpoint.anthropic().messages.create(model="tiny", max_tokens=8, messages=USER)
+    assert nothing.content == [] and nothing.stop_reason == "end_turn"
+    begun = [*USER, {"role": "assistant", "content": "It is"}]
+    await endpoint.anthropic().messages.create(model="tiny", max_tokens=8, messages=begun)
+    assert endpoint.prompt.endswith("<|im_start|>assistant\nIt is"), "the answer continues it"
 
 
-@pytest.mark.parametrize("together", [1, 3, 1000])
-async def test_calls_whole_and_streamed(completions: MakeCompletions, byte_level: Tokenizer, together: int) -> None:
-    broken = '<tool_call>{"name": "weather", "arguments": {"city": oh}} </tool_call> well'
-    answers: dict[str, list[Any]] = {
-        f"\n{_PARIS}\n{_LYON}\n": [{"city": "Paris 🎉", "days": 3}, {"city": "Lyon"}],
-        f"Let me look.\n{_PARIS}": ["Let me look.", {"city": "Paris 🎉", "days": 3}],
-        _PARIS.replace("weather", "whether"): [_PARIS.replace("weather", "whether")],
-        broken: [broken],
-    }
-    fields: Any = {"model": "tiny", "max_tokens": 512, "messages": _USER, "tools": [_TOOL]}
-    async with _endpoint(completions, byte_level) as endpoint:
-        endpoint.fake.together = together
-        for text, expected in answers.items():
-            endpoint.say(text)
-            whole = await endpoint.client.messages.create(**fields)
-            assert [
-                block.input if block.type == "tool_use" else block.to_dict()["text"] for block in whole.content
-            ] == (expected)
-            assert whole.stop_reason == ("end_turn" if isinstance(expected[-1], str) else "tool_use")
-            async with endpoint.client.messages.stream(**fields) as stream:
-                pieces = [event.partial_json async for event in stream if event.type == "input_json"]
-                final = await stream.get_final_message()
-            if text != broken:
-                assert _content_of(final) == _content_of(whole)
-                assert all(block.name == "weather" and block.id for block in final.content if block.type == "tool_use")
-            elif together == 1:  # part of the call had been sent
-                assert (final.content[0].type, final.content[1].to_dict()["text"]) == (
-                    "tool_use",
-                    "oh}} </tool_call> well",
-                )
-            assert final.stop_reason == whole.stop_reason
-            if together == 1 and final.stop_reason == "tool_use":
-                assert len(pieces) > 10, "arguments come as they are made"
-        endpoint.say(f"{_PARIS}\n{_LYON}")
-        cut = await endpoint.client.messages.create(**{**fields, "max_tokens": len(byte_level.encode(_PARIS)) + 3})
-        assert (cut.content[0].type, cut.stop_reason) == ("tool_use", "max_tokens")
+async def test_calls_whole_and_streamed(endpoint: Served, byte_level: Tokenizer) -> None:
+    fields: Any = {"model": "tiny", "max_tokens": 512, "messages": USER, "tools": [_TOOL]}
+    endpoint.say(f"Let me look.\n{_PARIS}\n{_LYON}\n")
+    whole = await endpoint.anthropic().messages.create(**fields)
+    told = [block.input if block.type == "tool_use" else block.to_dict()["text"] for block in whole.content]
+    assert told == ["Let me look.", {"city": "Paris 🎉", "days": 3}, {"city": "Lyon"}]
+    assert whole.stop_reason == "tool_use"
+    async with endpoint.anthropic().messages.stream(**fields) as stream:
+        pieces = [event.partial_json async for event in stream if event.type == "input_json"]
+        final = await stream.get_final_message()
+    assert _content_of(final) == _content_of(whole) and len(pieces) > 10, "arguments come as they are made"
+    assert all(block.name == "weather" and block.id for block in final.content if block.type == "tool_use")
+    endpoint.say(f"{_PARIS}\n{_LYON}")
+    cut = await endpoint.anthropic().messages.create(**{**fields, "max_tokens": len(byte_level.encode(_PARIS)) + 3})
+    assert (cut.content[0].type, cut.stop_reason) == ("tool_use", "max_tokens")
 
 
-async def test_agent_turns(completions: MakeCompletions, byte_level: Tokenizer) -> None:
-    """An answer is sent back unchanged with the tool's result, and the model sees both."""
-    messages: list[Any] = list(_USER)
-    async with _endpoint(completions, byte_level) as endpoint:
-        endpoint.say(f"Let me look.\n{_PARIS}")
-        answer = await endpoint.client.messages.create(model="tiny", max_tokens=256, messages=messages, tools=[_TOOL])
-        messages.append({"role": "assistant", "content": answer.content})
-        results = [
-            {"type": "tool_result", "tool_use_id": block.id, "content": "sunny", "is_error": False}
-            for block in answer.content
-            if block.type == "tool_use"
-        ]
-        messages.append({"role": "user", "content": [*results, {"type": "text", "text": "So?"}]})
-        endpoint.say("It is sunny.")
-        answer = await endpoint.client.messages.create(model="tiny", max_tokens=256, messages=messages, tools=[_TOOL])
-        assert answer.content[0].to_dict()["text"] == "It is sunny." and answer.stop_reason == "end_turn"
-        assert endpoint.prompt.endswith(
-            f"<|im_start|>assistant\nLet me look.\n{_PARIS}<|im_end|>\n<|im_start|>user\n<tool_response>\nsunny\n"
-            "</tool_response><|im_end|>\n<|im_start|>user\nSo?<|im_end|>\n<|im_start|>assistant\n"
-        )
-        assert (
-            '{"type": "function", "function": {"name": "weather", "description": "Of a city.", "para' in endpoint.prompt
-        )
-
-
-async def test_tool_choice(completions: MakeCompletions, byte_level: Tokenizer) -> None:
-    fields: Any = {"model": "tiny", "max_tokens": 256, "messages": _USER, "tools": [_TOOL]}
-    async with _endpoint(completions, byte_level, has_grammars=True) as endpoint:
-        endpoint.say(f"{_PARIS}{_LYON} and more")
-        one = await endpoint.client.messages.create(
-            **fields, tool_choice={"type": "auto", "disable_parallel_tool_use": True}
-        )
-        assert [block.type for block in one.content] == ["tool_use"] and one.stop_reason == "tool_use"
-        none = await endpoint.client.messages.create(**fields, tool_choice={"type": "none"})
-        assert [block.type for block in none.content] == ["text"] and "weather" not in endpoint.prompt
-        for choice, text in (
-            ({"type": "any"}, '[{"name": "weather", "arguments": {"city": "Rome"}}]'),
-            ({"type": "tool", "name": "weather"}, '{"city": "Rome"}'),
-        ):
-            endpoint.say(text)
-            (block,) = (await endpoint.client.messages.create(**fields, tool_choice=choice)).content
-            assert block.type == "tool_use" and block.input == {"city": "Rome"}
-            assert endpoint.fake.started[-1].grammar is not None
-
-
-async def test_answer_follows_a_schema(completions: MakeCompletions, byte_level: Tokenizer) -> None:
-    async with _endpoint(completions, byte_level, has_grammars=True) as endpoint:
-        endpoint.say('{"name": "Rome"}')
-        answer = await endpoint.client.messages.parse(model="tiny", max_tokens=64, messages=_USER, output_format=City)
-        assert answer.parsed_output == City(name="Rome")
-        grammar = endpoint.fake.started[-1].grammar
-        assert grammar is not None and '"name"' in grammar.text
+async def test_answer_follows_a_schema(serve: Serve) -> None:
+    endpoint = await _served(serve, has_grammars=True)
+    endpoint.say('{"name": "Rome"}')
+    answer = await endpoint.anthropic().messages.parse(model="tiny", max_tokens=64, messages=USER, output_format=City)
+    assert answer.parsed_output == City(name="Rome")
+    grammar = endpoint.fake.started[-1].grammar
+    assert grammar is not None and '"name"' in grammar.text
 
 
 _TWO_ANSWERED: list[dict[str, Any]] = [
-    *_USER,
+    *USER,
     {"role": "assistant", "content": [{"type": "tool_use", "id": id, "name": "f", "input": {}} for id in ("a", "b")]},
-    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": id, "content": id} for id in ("a", "b")]},
-]
+    {"role": "user", "content": [*({"type": "tool_result", "tool_use_id": id, "content": id,
+     "is_error": False} for id in ("a", "b")), {"type": "text", "text": "So?"}]},
+]  # fmt: skip
 _TWO_ANSWERED_IN_A_CHAT = [
-    *_USER,
+    *USER,
     {"role": "assistant", "tool_calls": [{"id": id, "function": {"name": "f", "arguments": "{}"}} for id in "ab"]},
     *({"role": "tool", "tool_call_id": id, "content": id} for id in "ab"),
+    {"role": "user", "content": "So?"},
 ]
 
 
@@ -268,12 +162,12 @@ def test_request_equals_that_of_a_chat() -> None:
         ({"stop_sequences": ["a"], "seed": 3, "cache_salt": "s", "priority": 2, "metadata": {"user_id": "u"}},
          {"stop": "a", "seed": 3, "cache_salt": "s", "priority": 2, "user": "u"}),
         ({"system": ""}, {}),
-        ({"system": "Be."}, {"messages": [{"role": "system", "content": "Be."}, *_USER]}),
+        ({"system": "Be."}, {"messages": [{"role": "system", "content": "Be."}, *USER]}),
         ({"messages": _TWO_ANSWERED}, {"messages": _TWO_ANSWERED_IN_A_CHAT}),
     ]  # fmt: skip
     for ours, chats in both:
-        (one,) = MessagesBody.model_validate({"max_tokens": 8, "messages": _USER, **ours}).requests("r")
-        (other,) = ChatBody.model_validate({"max_tokens": 8, "messages": _USER, **chats}).requests("r")
+        (one,) = MessagesBody.model_validate({"max_tokens": 8, "messages": USER, **ours}).requests("r")
+        (other,) = ChatBody.model_validate({"max_tokens": 8, "messages": USER, **chats}).requests("r")
         assert isinstance(one.prompt, Chat) and isinstance(other.prompt, Chat)
         assert one.prompt.messages == other.prompt.messages and one.prompt.tools == other.prompt.tools
         assert one.prompt.is_parallel == other.prompt.is_parallel and one.prompt.forced == other.prompt.forced
@@ -290,7 +184,7 @@ def test_merged_messages_keep_their_thoughts_texts_and_calls() -> None:
         for n in "ab"
     ]  # fmt: skip
     results = [{"type": "tool_result", "tool_use_id": n, "content": n} for n in "ab"]
-    body = {"max_tokens": 8, "messages": [*_USER, *said, {"role": "user", "content": results}]}
+    body = {"max_tokens": 8, "messages": [*USER, *said, {"role": "user", "content": results}]}
     (request,) = MessagesBody.model_validate(body).requests("r")
     assert isinstance(request.prompt, Chat)
     _, merged, *answered = request.prompt.messages
@@ -298,25 +192,25 @@ def test_merged_messages_keep_their_thoughts_texts_and_calls() -> None:
     assert [call["id"] for call in merged["tool_calls"]] == [one["tool_call_id"] for one in answered] == ["a", "b"]
 
 
-async def test_thinking_has_its_own_block(completions: MakeCompletions, byte_level: Tokenizer) -> None:
+async def test_thinking_has_its_own_block(serve: Serve) -> None:
     template = _HERMES.replace("{%- if message.content %}", "{{- message.reasoning_content }}{%- if message.content %}")
-    async with _endpoint(completions, byte_level, template + "{# </think> #}", has_grammars=True) as endpoint:
-        endpoint.say(f"<think>\nHm, < 3?\n</think>\n\nYes.\n{_LYON}")
-        fields: Any = {"model": "tiny", "max_tokens": 256, "messages": _USER, "tools": [_TOOL]}
-        for thinking, thought in (
-            ({"type": "enabled", "budget_tokens": 1024}, "Hm, < 3?"),
-            ({"type": "adaptive", "display": "omitted"}, ""),
-        ):
-            whole = await endpoint.client.messages.create(**fields, thinking=thinking)
-            assert [block.type for block in whole.content] == ["thinking", "text", "tool_use"]
-            block: Any = whole.content[0]
-            assert (block.thinking, bool(block.signature)) == (thought, True)
-            assert whole.usage.output_tokens_details and whole.usage.output_tokens_details.thinking_tokens > 3
-            async with endpoint.client.messages.stream(**fields, thinking=thinking) as stream:
-                assert _content_of(await stream.get_final_message()) == _content_of(whole)
-        answer: Any = {"role": "assistant", "content": [{**block.to_dict(), "thinking": "Hm!"}, *whole.content[1:2]]}
-        await endpoint.client.messages.create(**{**fields, "messages": [*_USER, answer, *_USER]})
-        assert "<|im_start|>assistantHm!\nYes.<|im_end|>" in endpoint.prompt
+    endpoint = await _served(serve, template + "{# </think> #}", has_grammars=True)
+    endpoint.say(f"<think>\nHm, < 3?\n</think>\n\nYes.\n{_LYON}")
+    fields: Any = {"model": "tiny", "max_tokens": 256, "messages": USER, "tools": [_TOOL]}
+    for thinking, thought in (
+        ({"type": "enabled", "budget_tokens": 1024}, "Hm, < 3?"),
+        ({"type": "adaptive", "display": "omitted"}, ""),
+    ):
+        whole = await endpoint.anthropic().messages.create(**fields, thinking=thinking)
+        assert [block.type for block in whole.content] == ["thinking", "text", "tool_use"]
+        block: Any = whole.content[0]
+        assert (block.thinking, bool(block.signature)) == (thought, True)
+        assert whole.usage.output_tokens_details and whole.usage.output_tokens_details.thinking_tokens > 3
+        async with endpoint.anthropic().messages.stream(**fields, thinking=thinking) as stream:
+            assert _content_of(await stream.get_final_message()) == _content_of(whole)
+    answer: Any = {"role": "assistant", "content": [{**block.to_dict(), "thinking": "Hm!"}, *whole.content[1:2]]}
+    await endpoint.anthropic().messages.create(**{**fields, "messages": [*USER, answer, *USER]})
+    assert "<|im_start|>assistantHm!\nYes.<|im_end|>" in endpoint.prompt
 
 
 _SWITCH = "{{ '<|im_start|>assistant' ~ ('<think>' if thinking else '</think>') }}"  # as in DeepSeek V3.1
@@ -331,16 +225,14 @@ _THINKING: Any = {  # by template: request fields and the end of the prompt; wit
 
 
 @pytest.mark.parametrize("template", _THINKING)
-async def test_thinking_is_requested_from_the_template(
-    completions: MakeCompletions, byte_level: Tokenizer, template: str
-) -> None:
-    async with _endpoint(completions, byte_level, template) as endpoint:
-        for asked, prompt in _THINKING[template].items():
-            body = {"output_config": {"effort": asked}} if asked == "high" else {"thinking": {"type": asked}}
-            told = await endpoint.http.post("/v1/messages", json={"max_tokens": 1, "messages": _USER, **body})
-            field = "output_config.effort" if asked == "high" else "thinking"
-            assert endpoint.prompt.endswith(prompt.removesuffix("*")), asked
-            assert told.headers.get("x-ignored-fields") == (field if prompt.endswith("*") else None), asked
+async def test_thinking_is_requested_from_the_template(serve: Serve, template: str) -> None:
+    endpoint = await _served(serve, template)
+    for asked, prompt in _THINKING[template].items():
+        body = {"output_config": {"effort": asked}} if asked == "high" else {"thinking": {"type": asked}}
+        told = await endpoint.http.post("/v1/messages", json={"max_tokens": 1, "messages": USER, **body})
+        field = "output_config.effort" if asked == "high" else "thinking"
+        assert endpoint.prompt.endswith(prompt.removesuffix("*")), asked
+        assert told.headers.get("x-ignored-fields") == (field if prompt.endswith("*") else None), asked
 
 
 _IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
@@ -380,23 +272,23 @@ _WRONG: list[tuple[dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-async def test_invalid_requests_are_rejected_by_name(completions: MakeCompletions, byte_level: Tokenizer) -> None:
-    async with _endpoint(completions, byte_level, has_grammars=True) as endpoint:
-        for body, message in _WRONG:
-            status, kind, told = await endpoint.rejected(body)
-            assert (status, kind) == (400, "invalid_request_error") and told.startswith(message), told
-        assert (await endpoint.rejected({"container": "a"}, "/v1/messages?beta=true"))[0] == 400
-        for body in ({"messages": [{"role": "user", "content": [_IMAGE]}]}, {"tools": [{"name": "a b"}]}):
-            assert (await endpoint.rejected(body, "/v1/messages/count_tokens"))[0] == 400
-        assert not endpoint.fake.started
-        assert await endpoint.rejected({"model": "claude"}) == (
-            404, "not_found_error", "model 'claude' is not served here; 'tiny' is")  # fmt: skip
-        assert (await endpoint.rejected({"x": "y" * 11_000_000}))[:2] == (413, "request_too_large")
-        wrong = await endpoint.http.get("/v1/messages")
-        assert (wrong.status_code, wrong.json()["error"]["type"]) == (405, "invalid_request_error")
+async def test_invalid_requests_are_rejected_by_name(serve: Serve) -> None:
+    endpoint = await _served(serve, has_grammars=True)
+    for body, message in _WRONG:
+        status, kind, told = await _rejected(endpoint, body)
+        assert (status, kind) == (400, "invalid_request_error") and told.startswith(message), told
+    assert (await _rejected(endpoint, {"container": "a"}, "/v1/messages?beta=true"))[0] == 400
+    for body in ({"messages": [{"role": "user", "content": [_IMAGE]}]}, {"tools": [{"name": "a b"}]}):
+        assert (await _rejected(endpoint, body, "/v1/messages/count_tokens"))[0] == 400
+    assert not endpoint.fake.started
+    assert await _rejected(endpoint, {"model": "claude"}) == (
+        404, "not_found_error", "model 'claude' is not served here; 'tiny' is")  # fmt: skip
+    assert (await _rejected(endpoint, {"x": "y" * 11_000_000}))[:2] == (413, "request_too_large")
+    wrong = await endpoint.http.get("/v1/messages")
+    assert (wrong.status_code, wrong.json()["error"]["type"]) == (405, "invalid_request_error")
 
 
-async def test_errors_map_to_the_clients_classes(completions: MakeCompletions, byte_level: Tokenizer) -> None:
+async def test_errors_map_to_the_clients_classes(endpoint: Served) -> None:
     raised: list[tuple[Exception, type[anthropic.APIStatusError], str]] = [
         (CapacityError("full", retry_after_s=2), anthropic.OverloadedError, "overloaded_error"),
         (RateLimited("yours", retry_after_s=2), anthropic.RateLimitError, "rate_limit_error"),
@@ -404,83 +296,80 @@ async def test_errors_map_to_the_clients_classes(completions: MakeCompletions, b
         (RequestError("wrong"), anthropic.BadRequestError, "invalid_request_error"),
         (OSError("a bug's own words"), anthropic.InternalServerError, "api_error"),
     ]
-    fields: Any = {"model": "tiny", "max_tokens": 32, "messages": _USER}
-    async with _endpoint(completions, byte_level) as endpoint:
-        for error, kind, word in raised:
-            endpoint.fake.reject = error
-            for stream in (False, True):
-                with pytest.raises(kind) as caught:
-                    await endpoint.client.messages.create(**fields, stream=stream)
-                assert (caught.value.type, "own words" in caught.value.message) == (word, False)
-                assert caught.value.request_id
-                if isinstance(error, CapacityError):
-                    assert caught.value.response.headers["retry-after"] == "2"
-        endpoint.fake.reject, endpoint.fake.fail_after = None, (3, ReplicaLost("gone"))
-        with pytest.raises(anthropic.APIStatusError) as caught:
-            async with endpoint.client.messages.stream(**fields) as streamed:
-                async for _ in streamed:
-                    pass
-        assert (caught.value.type, caught.value.api_message, caught.value.status_code) == ("api_error", "gone", 200)
-        answer = await endpoint.http.post("/v1/messages", json={**fields, "stream": True})
-        *_, last = answer.text.strip().split("\n\n")
-        name, told = last.split("\n")
-        assert name == "event: error" and answer.text.startswith("event: message_start\n")
-        assert json.loads(told.removeprefix("data: ")) == {
-            "type": "error",
-            "error": {"type": "api_error", "message": "gone"},
-            "request_id": answer.headers["request-id"],
-        }
+    fields: Any = {"model": "tiny", "max_tokens": 32, "messages": USER}
+    for error, kind, word in raised:
+        endpoint.fake.reject = error
+        for stream in (False, True):
+            with pytest.raises(kind) as caught:
+                await endpoint.anthropic().messages.create(**fields, stream=stream)
+            assert (caught.value.type, "own words" in caught.value.message) == (word, False)
+            assert caught.value.request_id
+            if isinstance(error, CapacityError):
+                assert caught.value.response.headers["retry-after"] == "2"
+    endpoint.fake.reject, endpoint.fake.fail_after = None, (3, ReplicaLost("gone"))
+    with pytest.raises(anthropic.APIStatusError) as caught:
+        async with endpoint.anthropic().messages.stream(**fields) as streamed:
+            async for _ in streamed:
+                pass
+    assert (caught.value.type, caught.value.api_message, caught.value.status_code) == ("api_error", "gone", 200)
+    answer = await endpoint.http.post("/v1/messages", json={**fields, "stream": True})
+    *_, last = answer.text.strip().split("\n\n")
+    name, told = last.split("\n")
+    assert name == "event: error" and answer.text.startswith("event: message_start\n")
+    assert json.loads(told.removeprefix("data: ")) == {
+        "type": "error",
+        "error": {"type": "api_error", "message": "gone"},
+        "request_id": answer.headers["request-id"],
+    }
 
 
-async def test_key_is_accepted_in_either_header(completions: MakeCompletions, byte_level: Tokenizer) -> None:
+async def test_key_is_accepted_in_either_header(serve: Serve) -> None:
     known, other = issue("acme"), issue("other")
     access = access_with(known, other)
-    async with _endpoint(completions, byte_level, access=access, key=known.secret) as endpoint:
-        fields: Any = {"model": "tiny", "max_tokens": 1, "messages": _USER}
-        await endpoint.client.messages.create(**fields)
-        headers: list[tuple[dict[str, str], int]] = [
-            ({"x-api-key": known.secret}, 200),
-            ({"x-api-key": known.secret, "authorization": known.header}, 200),
-            ({"x-api-key": known.secret, "authorization": "Basic abc"}, 200),
-            ({"x-api-key": known.secret, "authorization": other.header}, 401),
-            ({"x-api-key": "sk-unknown"}, 401),
-            ({"x-api-key": "", "authorization": known.header}, 200),
-            ({"x-api-key": ""}, 401),
-            ({}, 401),
-        ]
-        for given, status in headers:
-            answer = await endpoint.http.post("/v1/messages", json=fields, headers=given)
-            assert answer.status_code == status, given
-            if status == 401:
-                assert answer.json()["error"]["type"] == "authentication_error"
-        assert {one.tenant for one in endpoint.fake.started} == {"acme"}
-        answer = await endpoint.http.get("/v1/models", headers={"x-api-key": known.secret})
-        assert answer.status_code == 200
-        wrong = endpoint.client.copy(api_key="sk-wrong")
-        with pytest.raises(anthropic.AuthenticationError):
-            await wrong.messages.count_tokens(model="tiny", messages=_USER)
+    endpoint = await _served(serve, access=access)
+    fields: Any = {"model": "tiny", "max_tokens": 1, "messages": USER}
+    await endpoint.anthropic(known).messages.create(**fields)
+    headers: list[tuple[dict[str, str], int]] = [
+        ({"x-api-key": known.secret}, 200),
+        ({"x-api-key": known.secret, "authorization": known.header}, 200),
+        ({"x-api-key": known.secret, "authorization": "Basic abc"}, 200),
+        ({"x-api-key": known.secret, "authorization": other.header}, 401),
+        ({"x-api-key": "sk-unknown"}, 401),
+        ({"x-api-key": "", "authorization": known.header}, 200),
+        ({"x-api-key": ""}, 401),
+        ({}, 401),
+    ]
+    for given, status in headers:
+        answer = await endpoint.http.post("/v1/messages", json=fields, headers=given)
+        assert answer.status_code == status, given
+        if status == 401:
+            assert answer.json()["error"]["type"] == "authentication_error"
+    assert {one.tenant for one in endpoint.fake.started} == {"acme"}
+    answer = await endpoint.http.get("/v1/models", headers={"x-api-key": known.secret})
+    assert answer.status_code == 200
+    with pytest.raises(anthropic.AuthenticationError):
+        await endpoint.anthropic(issue("wrong")).messages.count_tokens(model="tiny", messages=USER)
 
 
 @pytest.mark.parametrize("treatment", ["ignore", "refuse"])
-async def test_unknown_fields(completions: MakeCompletions, byte_level: Tokenizer, treatment: Any) -> None:
+async def test_unknown_fields(serve: Serve, treatment: Any) -> None:
     content = [{"type": "text", "text": "hi", "mood": 1, "cache_control": {"type": "ephemeral"}}]
     body: Any = {"messages": [{"role": "user", "content": content}], "tools": [{**_TOOL, "input_examples": []}]}
-    async with _endpoint(completions, byte_level, spec=RouterSpec(unknown_fields=treatment)) as endpoint:
-        for path in ("/v1/messages", "/v1/messages/count_tokens"):
-            if treatment == "refuse":
-                assert (await endpoint.rejected(body, path))[:2] == (400, "invalid_request_error")
-                continue
-            body |= {"max_tokens": 1} if path == "/v1/messages" else {}
-            answer = await endpoint.http.post(path, json=body, headers={"anthropic-version": "2023-06-01"})
-            named = set(answer.headers["x-ignored-fields"].split(", "))
-            assert answer.status_code == 200
-            assert named - {"max_tokens"} == {"messages[0].content[0].mood", "tools[0].input_examples"}
+    endpoint = await _served(serve, spec=RouterSpec(unknown_fields=treatment))
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        if treatment == "refuse":
+            assert (await _rejected(endpoint, body, path))[:2] == (400, "invalid_request_error")
+            continue
+        body |= {"max_tokens": 1} if path == "/v1/messages" else {}
+        answer = await endpoint.http.post(path, json=body, headers={"anthropic-version": "2023-06-01"})
+        named = set(answer.headers["x-ignored-fields"].split(", "))
+        assert answer.status_code == 200
+        assert named - {"max_tokens"} == {"messages[0].content[0].mood", "tools[0].input_examples"}
 
 
-async def test_each_token_of_a_block_is_one_small_event(completions: MakeCompletions, byte_level: Tokenizer) -> None:
-    async with _endpoint(completions, byte_level) as endpoint:
-        endpoint.say("a b\n\u2028c")
-        answer = await endpoint.http.post("/v1/messages", json={"max_tokens": 99, "messages": _USER, "stream": True})
+async def test_each_token_of_a_block_is_one_small_event(endpoint: Served) -> None:
+    endpoint.say("a b\n\u2028c")
+    answer = await endpoint.http.post("/v1/messages", json={"max_tokens": 99, "messages": USER, "stream": True})
     events = [event.split("\n") for event in answer.text.strip().split("\n\n")]
     told = [json.loads(data.removeprefix("data: ")) for _, data in events]
     assert [name for name, _ in events] == [f"event: {one['type']}" for one in told]

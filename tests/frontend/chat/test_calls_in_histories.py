@@ -1,21 +1,24 @@
-"""Calls in a history: the template of a format renders them as the model writes them."""
+"""Calls in a history: their arguments, which may be any text, and the templates that render them."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from core.types.errors import RequestError
+from frontend.chat.call_shape import object_of
 from frontend.chat.chat import Chat
 from frontend.chat.chat_template import ChatTemplate
 from frontend.chat.output_format import OutputFormat
 from frontend.parsers.thinking import TAGS, THINK
 from frontend.text.answer_reader import AnswerReader
 from frontend.text.events import Delta
+from tests.support.growth import growth
+from tests.support.serving import TEMPLATES
 
 _TEMPLATES = {  # with the format and the thinking tags that they show
     "deepseek_tools": ("deepseek_v3", None),
@@ -61,13 +64,7 @@ _arguments = st.fixed_dictionaries(
     },
 )
 _calls = st.lists(st.tuples(st.sampled_from(["look", "write.file"]), _arguments), min_size=1, max_size=3)
-_KNOWN = {
-    name: ChatTemplate(
-        (Path(__file__).parent / f"templates/{name}.jinja").read_text(),
-        special_tokens={"bos_token": "", "eos_token": ""},
-    )
-    for name in _TEMPLATES
-}
+_KNOWN = {name: ChatTemplate(TEMPLATES[name], special_tokens={"bos_token": "", "eos_token": ""}) for name in _TEMPLATES}
 
 
 @pytest.mark.parametrize("name", _TEMPLATES)
@@ -150,3 +147,40 @@ def _read(name: str, text: str, **fields: Any) -> list[tuple[str, str, str]]:
         id, tool, arguments = made.get(call.number, (call.id, call.name, ""))
         made[call.number] = id, tool, arguments + call.arguments
     return list(made.values())
+
+
+def test_object_is_accepted() -> None:
+    given = {"a": 'x"\\', "b": ["🎉", "\n", 1.5], "{[,": {}}
+    for text in (json.dumps(given), json.dumps(given, ensure_ascii=False)):
+        assert object_of(text, "p") == given
+    assert object_of(" ", "p") == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '"',
+        '{"a',
+        '{"a\\',
+        '{"a": "\\',
+        '{"a": "\\ud800"}',
+        '{"\\udc00": 1}',
+        "[]",
+        '{"a": 1e400}',
+        '{"a": "' + "x" * 2**18 + '"}',
+    ],
+    ids=lambda text: text[:20],
+)
+def test_other_text_is_rejected_with_its_path(text: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        object_of(text, "messages[3].tool_calls[0].function.arguments")
+    assert caught.value.param == "messages[3].tool_calls[0].function.arguments"
+
+
+@pytest.mark.parametrize(("text", "end"), [('\\"', ""), ('\\"', "\\"), ('a"', ""), ('"a\\', "")])
+def test_unterminated_string_is_scanned_once(text: str, end: str) -> None:
+    def reject(size: int) -> None:
+        with pytest.raises(RequestError):
+            object_of('"' + text * size + end, "p")
+
+    assert growth(reject, 4_000) < 9

@@ -13,13 +13,13 @@ from core.types.errors import RequestError, SpecError
 from frontend.chat.chat_template import ChatTemplate
 from frontend.chat.template_files import find_chat_template
 from frontend.chat.template_sandbox import MAX_TEXT_CHARS
+from tests.support import serving
 from tests.support.tiny_tokenizers import CHATML, write_json
 
 SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
 # chatml, and templates in the style of the supported families.
-TEMPLATES = {path.stem: path.read_text() for path in sorted((Path(__file__).parent / "templates").glob("*.jinja"))}
-TEMPLATES["chatml"] = CHATML
+TEMPLATES = {**serving.TEMPLATES, "chatml": CHATML}
 
 CONVERSATIONS: list[list[dict[str, Any]]] = [
     [{"role": "user", "content": "What is the capital of France?"}],

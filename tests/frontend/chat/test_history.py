@@ -13,13 +13,11 @@ from frontend import chat
 from frontend.chat.chat_template import ChatTemplate
 from frontend.chat.history import History
 from frontend.chat.tools_as_text import tools_as_text
+from tests.support.serving import TEMPLATES
 from tests.support.tiny_tokenizers import CHATML
 
-_TEMPLATES = {path.stem: path.read_text() for path in sorted((Path(__file__).parent / "templates").glob("*.jinja"))}
-_TEMPLATES["chatml"] = CHATML
 _OURS = {path.stem: path.read_text() for path in Path(chat.__file__).parent.glob("*.jinja")}
 _OURS["mistral"] = "{% set version = 11 %}{% set thought = [] %}" + _OURS["mistral"]
-_TEMPLATES |= _OURS
 _ONLY_WITH_TOOLS = (  # it loops over tools unasked, and drops the text beside calls
     "{% for tool in tools %}{{ tool|tojson }}{% endfor %}{% for m in messages %}<|{{ m.role }}|>"
     "{% if m.tool_calls is defined %}{% for call in m.tool_calls %}"
@@ -34,7 +32,7 @@ _BY_ID = (  # it prints neighbouring results together, and drops one with an id 
     "{% if other.role != 'tool' %}{% break %}{% endif %}|{{ other.content }}"
     "{% set seen.ids = seen.ids + [other.tool_call_id] %}{% endfor %}{% endif %}{% endfor %}{{ tools }}"
 )
-_TEMPLATES |= {"only_with_tools": _ONLY_WITH_TOOLS, "by_id": _BY_ID}
+_TEMPLATES = {**TEMPLATES, "chatml": CHATML, **_OURS, "only_with_tools": _ONLY_WITH_TOOLS, "by_id": _BY_ID}
 _TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 TOOL = {"type": "function", "function": {"name": "look", "description": "", "parameters": {"type": "object"}}}
 

@@ -27,15 +27,11 @@ _AGENT: list[dict[str, Any]] = [
     {"role": "user", "content": "U"},
     {"role": "assistant", "content": "A", "reasoning_content": "T"},
     {"role": "user", "content": "V"},
-    {
-        "role": "assistant",
-        "content": "Look.",
-        "reasoning_content": "R",
-        "tool_calls": [_call("abcdefgh1", '{"a": "é\\n", "b": [1, null]}'), _call("abcdefgh2", "{}")],
-    },
+    {"role": "assistant", "content": "Look.", "reasoning_content": "R", "tool_calls": [_call("abcdefgh1",
+     '{"a": "é\\n", "b": [1, null]}'), _call("abcdefgh2", "{}")]},
     {"role": "tool", "content": "4", "tool_call_id": "abcdefgh1"},
     {"role": "tool", "content": "{}", "tool_call_id": "abcdefgh2"},
-]
+]  # fmt: skip
 # As mistral-common 1.13 renders them.
 _MISTRAL = {
     7: f"<s>[SYSTEM_PROMPT]S[/SYSTEM_PROMPT][INST]U[/INST]A</s>[AVAILABLE_TOOLS]{_SHOWN}[/AVAILABLE_TOOLS]"

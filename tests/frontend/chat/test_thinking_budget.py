@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -24,6 +23,7 @@ from frontend.text.answer_reader import AnswerReader
 from frontend.text.choice_text import ChoiceText
 from frontend.text.completion_request import CompletionRequest
 from frontend.text.tokenizer import Tokenizer
+from tests.support.masks import is_allowed
 
 _THINKS = OutputFormat(tags=THINK)
 _CHAT = Chat(messages=({"role": "user", "content": "hi"},))
@@ -73,24 +73,7 @@ def test_counted_thinking_stays_within_the_budget(
 ) -> None:
     """For random pieces of text, the router counts thinking as the replicas do."""
     rng = random.Random(seed)
-    pieces = [
-        "<think> so",
-        "<",
-        "th",
-        "i",
-        "n",
-        "k",
-        ">",
-        "</",
-        "/",
-        ">\n",
-        " ",
-        "\n",
-        "🎉",
-        "a",
-        "</think>",
-        "<think>",
-    ]
+    pieces = ["<think> so", *"<thikn>", "th", "</", "/", ">\n", " ", "\n", "🎉", "a", "</think>", "<think>"]
     written = [token for _ in range(60) for token in byte_level.encode(rng.choice(pieces), add_special_tokens=False)]
     if seed % 2:  # opens thinking, then emits near misses of the closing marker
         written = byte_level.encode(rng.choice(["<think>", "\n<think> so"]), add_special_tokens=False) + written
@@ -138,27 +121,19 @@ def test_grammar_begins_after_marker_tokens(
         tokens = [*opening]
         if is_special and len(opening) > 1:  # a channel of another name is no thinking
             (other,) = tokenizer.encode("a", add_special_tokens=False)
-            assert not _has(compiler.compile(grammar).mask([ends]).allowed(opening[:1], 0), other)
+            assert not is_allowed(compiler.compile(grammar).mask([ends]).allowed(opening[:1], 0), other)
         for token in tokenizer.encode("abc", add_special_tokens=False):
-            assert mask.only(tokens, 0) is None and _has(mask.allowed(tokens, 0), token)
+            assert mask.only(tokens, 0) is None and is_allowed(mask.allowed(tokens, 0), token)
             tokens.append(token)
         tokens.append(mask.only(tokens, 0) or -1)
         assert tokenizer.decode(tokens, skip_special_tokens=False).endswith(f"abc{tags.closing}")
         for token in [*tokenizer.encode("{}", add_special_tokens=False), ends]:
-            assert _has(mask.allowed(tokens, 0), token), tokenizer.decode(tokens)
+            assert is_allowed(mask.allowed(tokens, 0), token), tokenizer.decode(tokens)
             tokens.append(token)
         reader = AnswerReader.of(_CHAT, output_format, end, grammar=form)
         shown = tokenizer.special_ids_in(output_format.markers)
-        delta = ChoiceText(request, 0, tokenizer, reader=reader, shown=shown).add(map(_sampled, tokens))
+        delta = ChoiceText(request, 0, tokenizer, reader=reader, shown=shown).add(map(SampledToken, tokens))
         assert (delta.thinking, delta.text) == ("abc", "{}")
-
-
-def _sampled(token: int) -> SampledToken:
-    return SampledToken(token_id=token)
-
-
-def _has(words: Sequence[int], token: int) -> bool:
-    return bool(int(words[token >> 5]) >> (token & 31) & 1)
 
 
 @pytest.mark.parametrize("stop", ["</think>, so be it", ">!"])

@@ -9,19 +9,12 @@ from typing import Any
 
 import pytest
 
-from frontend.access.access import Access
-from frontend.http.app import create_app
-from frontend.text.tokenizer import Tokenizer
-from tests.support.fake_token_service import FakeTokenService
 from tests.support.grids import quick
-from tests.support.http_server import serve_http
-from tests.support.plain_http import http_client
-from tests.support.tiny_service import MakeCompletions
+from tests.support.serving import TEMPLATES, Serve
 
 _HERE = Path(__file__).parent
 _CLIENTS = {path.stem: json.loads(path.read_text()) for path in sorted(_HERE.glob("*.json"))}
-_TEMPLATES = {path.stem: path.read_text() for path in sorted((_HERE.parent / "chat" / "templates").glob("*.jinja"))}
-_WITH_TOOLS = [name for name in _TEMPLATES if name.endswith("_tools") or name == "channels"]
+_WITH_TOOLS = [name for name in TEMPLATES if name.endswith("_tools") or name == "channels"]
 _THINKS = {"hermes_tools", "mistral_tools"}  # here as models that think, by their own tags
 
 
@@ -33,23 +26,16 @@ _THINKS = {"hermes_tools", "mistral_tools"}  # here as models that think, by the
         [*zip(_WITH_TOOLS, cycle(_CLIENTS)), *(("hermes_tools", client) for client in _CLIENTS)],
     ),
 )
-async def test_every_turn_is_answered(
-    completions: MakeCompletions, byte_level: Tokenizer, client: str, name: str
-) -> None:
+async def test_every_turn_is_answered(serve: Serve, client: str, name: str) -> None:
     """Nothing of the conversation is lost, and what the model cannot read is named in a header."""
     recorded: Any = _CLIENTS[client]
-    template = _TEMPLATES[name] + ("{# </think> <tool_call> #}" if name in _THINKS else "{# <tool_call> #}")
-    fake = FakeTokenService(max_context=16384)
-    service = completions(fake, chat_template=template, max_context=16384, has_grammars=True)
-    app = create_app(service, access=Access.anybody(), is_healthy=lambda: True)
-    ignored = set[str]()
-    async with serve_http(app) as (host, port), http_client(base_url=f"http://{host}:{port}") as http:
-        for body in recorded["turns"]:
-            answer = await http.post(recorded["path"], json=body)
-            assert answer.status_code == 200, answer.text
-            ignored |= set(answer.headers.get("x-ignored-fields", "").split(", "))
-    service.close()
-    prompt = byte_level.decode(fake.started[-1].token_ids, skip_special_tokens=False)
+    template = TEMPLATES[name] + ("{# </think> <tool_call> #}" if name in _THINKS else "{# <tool_call> #}")
+    served, ignored = await serve(chat_template=template, max_context=16384, has_grammars=True), set[str]()
+    for body in recorded["turns"]:
+        answer = await served.http.post(recorded["path"], json=body)
+        assert answer.status_code == 200, answer.text
+        ignored |= set(answer.headers.get("x-ignored-fields", "").split(", "))
+    prompt = served.prompt
     assert all(text in prompt for text in recorded["prompt"]), prompt
     assert not any(text in prompt for text in recorded["hidden"])
     assert set(recorded["ignored"]) <= ignored
@@ -174,20 +160,14 @@ _ODD: dict[str, tuple[tuple[str, dict[str, Any]], str, str]] = {  # request, par
 
 
 @pytest.mark.parametrize("case", _ODD)
-async def test_odd_turn_does_not_end_the_session(
-    completions: MakeCompletions, byte_level: Tokenizer, case: str
-) -> None:
+async def test_odd_turn_does_not_end_the_session(serve: Serve, case: str) -> None:
     (path, body), shown, ignored = _ODD[case]
     for message in body.get("messages", ()) if case == "no input" else ():
         for block in message["content"] if isinstance(message["content"], list) else ():
             block.pop("input", None)
-    fake = FakeTokenService(max_context=4096)
-    service = completions(fake, chat_template=_TEMPLATES["hermes_tools"], max_context=4096)
-    app = create_app(service, access=Access.anybody(), is_healthy=lambda: True)
+    served = await serve(chat_template=TEMPLATES["hermes_tools"], max_context=4096)
     limit = {"max_output_tokens": 1} if path == "/v1/responses" else {"max_tokens": 1}
-    async with serve_http(app) as (host, port), http_client(base_url=f"http://{host}:{port}") as http:
-        answer = await http.post(path, json=body | limit)
-    service.close()
+    answer = await served.http.post(path, json=body | limit)
     assert answer.status_code == 200, answer.text
-    assert shown in byte_level.decode(fake.started[0].token_ids, skip_special_tokens=False)
+    assert shown in served.prompt
     assert answer.headers.get("x-ignored-fields", "") == ignored

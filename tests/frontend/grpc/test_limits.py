@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-
 import grpc
 import pytest
-import pytest_asyncio
 from google.protobuf.message import Message
-from google.rpc import error_details_pb2
-from grpc_status import rpc_status
 
 from core.rpc import inference_pb2 as pb
 from core.rpc.inference_pb2_grpc import InferenceStub
-from frontend.access.access import Access
-from frontend.grpc.api import open_grpc_api
-from tests.support.fake_token_service import FakeTokenService
-from tests.support.tiny_service import MakeCompletions
+from tests.support.serving import Served, refusal
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -24,31 +16,14 @@ _USER = pb.ChatMessage(role="user", content="a")
 _CONTEXT = 256
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stub(completions: MakeCompletions) -> AsyncIterator[InferenceStub]:
-    service = completions(FakeTokenService(), max_context=_CONTEXT)
-    endpoint = await open_grpc_api(service, access=Access.anybody(), host="127.0.0.1", port=0)
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{endpoint.port}") as channel:
-        yield InferenceStub(channel)
-    await endpoint.close(grace_s=0)
-    service.close()
-
-
 async def rejected(stub: InferenceStub, message: Message) -> tuple[str, str]:
     """Return the named field and the message."""
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        match message:
-            case pb.GenerateRequest():
-                async for _ in stub.Generate(message):
-                    pass
-            case pb.TokenizeRequest():
-                await stub.Tokenize(message)
-            case pb.DetokenizeRequest():
-                await stub.Detokenize(message)
-    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    status, violations = rpc_status.from_call(caught.value), error_details_pb2.BadRequest()
-    assert status is not None and any(packed.Unpack(violations) for packed in status.details)
-    return violations.field_violations[0].field, caught.value.details() or ""
+    method = {pb.TokenizeRequest: stub.Tokenize, pb.DetokenizeRequest: stub.Detokenize}.get(
+        type(message), stub.Generate
+    )
+    refused = await refusal(method(message))
+    assert refused.code is grpc.StatusCode.INVALID_ARGUMENT
+    return refused.fields[0], refused.text
 
 
 def assistant(num_calls: int) -> pb.ChatMessage:
@@ -80,22 +55,22 @@ MANY = {
 
 
 @pytest.mark.parametrize(("chat", "field", "says"), MANY.values(), ids=MANY)
-async def test_chat_limits(stub: InferenceStub, chat: pb.Chat, field: str, says: str) -> None:
+async def test_chat_limits(endpoint: Served, chat: pb.Chat, field: str, says: str) -> None:
     for message in (pb.GenerateRequest(chat=chat), pb.TokenizeRequest(chat=chat)):
-        named, said = await rejected(stub, message)
+        named, said = await rejected(endpoint.stub, message)
         assert named == f"chat.{field}" and says in said
 
 
 @pytest.mark.parametrize("texts", [[""] * 100_000, ["x" * 8192], ["x" * 90] * 91], ids=["empty", "one", "some"])
-async def test_choice_limits(stub: InferenceStub, texts: list[str]) -> None:
-    named, said = await rejected(stub, with_choices(texts))
+async def test_choice_limits(endpoint: Served, texts: list[str]) -> None:
+    named, said = await rejected(endpoint.stub, with_choices(texts))
     assert named == "grammar.choice" and "at most 8192 bytes" in said
 
 
-async def test_token_ids_are_limited_to_the_context(stub: InferenceStub) -> None:
+async def test_token_ids_are_limited_to_the_context(endpoint: Served) -> None:
     ids = [5] * (_CONTEXT + 1)
-    named, said = await rejected(stub, pb.DetokenizeRequest(token_ids=ids))
+    named, said = await rejected(endpoint.stub, pb.DetokenizeRequest(token_ids=ids))
     assert named == "token_ids" and "holds 256" in said
-    assert (await stub.Detokenize(pb.DetokenizeRequest(token_ids=ids[:_CONTEXT]))).text
+    assert (await endpoint.stub.Detokenize(pb.DetokenizeRequest(token_ids=ids[:_CONTEXT]))).text
     message = pb.GenerateRequest(token_ids=pb.TokenIds(ids=ids))
-    assert (await rejected(stub, message))[0] in ("token_ids", "prompt")
+    assert (await rejected(endpoint.stub, message))[0] in ("token_ids", "prompt")

@@ -11,39 +11,12 @@ from core.rpc import inference_pb2 as pb
 
 # Around float32's smallest, largest and denormal numbers, and the rules' own bounds.
 _FLOATS = [0.0, -0.0, 1e-45, 1e-40, -1e-40, 1.17549435e-38, 5e-324, 1e-300, 1e-6, 1e-5, 0.0099999, 0.01, 0.5, 1.0]
-_FLOATS += [
-    1.0000001,
-    -1.0,
-    2.0,
-    -2.0,
-    2.0000002,
-    99.99999,
-    100.0,
-    100.00001,
-    3.4e38,
-    3.4028235e38,
-    3.5e38,
-    1e39,
-    1e308,
-]
+_FLOATS += [1.0000001, -1.0, 2.0, -2.0, 2.0000002, 99.99999, 100.0, 100.00001]
+_FLOATS += [3.4e38, 3.4028235e38, 3.5e38, 1e39, 1e308]
 _INTS = [0, 1, -1, 2, 16, 20, 21, 128, 129, 256, 2**31 - 1, 2**31, -(2**31), 2**32 - 1, 2**32, 2**53 + 1, 2**63 - 1]
 _INTS += [2**63, -(2**63), -(2**63) - 1, 2**64 - 1, 2**64, 10**30]
-_TEXTS = [
-    "",
-    "a",
-    "hi",
-    "\0",
-    "\x7f",
-    "\u202e",
-    "\ufffe",
-    "é",
-    "e\u0301",
-    "🎉👩‍👩‍👧‍👦",
-    "<|im_end|>",
-    "{{ 1 }}",
-    "%n%s",
-    "\r\n",
-]
+_TEXTS = ["", "a", "hi", "\0", "\x7f", "\u202e", "\ufffe", "é", "e\u0301", "🎉👩‍👩‍👧‍👦"]
+_TEXTS += ["<|im_end|>", "{{ 1 }}", "%n%s", "\r\n"]
 _TEXTS += ["\N{SNOWMAN}" * 300, "a" * 2000, "../../x", "a\0b", "victim\0"]
 # Only JSON can write these.
 _RAW = ["NaN", "Infinity", "-Infinity", "1e999", "-0", "1E-400", "1e400", "0.1e1", "9" * 400, '"\\ud800"', '"\\udc00a"']
@@ -64,16 +37,12 @@ _PROMPTS = st.one_of(
     st.sampled_from(['"hi"', "[5, 6]", '["a", "b"]', "[[5], [6, 7]]", "[" + "5," * 40 + "5]", "[420, 421, 422]"]),
     _VALUES,
 )
+_CALLS = st.builds('{{"id":"a","function":{{"name":{0},"arguments":{1}}}}}'.format, _VALUES, _VALUES)
 _MESSAGES = st.one_of(
     st.just('[{"role":"user","content":"hi"}]'),
     st.builds('[{{"role":{0},"content":{1},"name":{2}}}]'.format, _VALUES, _VALUES, _VALUES),
     st.builds('[{{"role":"user","content":[{{"type":"text","text":{0}}}]}}]'.format, _VALUES),
-    st.builds(
-        '[{{"role":"assistant","content":{0},"tool_calls":[{{"id":"a","function":{{"name":{1},"arguments":{2}}}}}]}}]'.format,
-        _VALUES,
-        _VALUES,
-        _VALUES,
-    ),
+    st.builds('[{{"role":"assistant","content":{0},"tool_calls":[{1}]}}]'.format, _VALUES, _CALLS),
     _VALUES,
 )
 

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
 
-from frontend.access.access import Access
 from frontend.http.app import create_app
 from frontend.text.completion_request import MAX_REQUEST_BYTES
 from frontend.text.tokenizer import Tokenizer
 from tests.frontend.access.keys import IssuedKey, access_with, issue
 from tests.support.fake_token_service import FakeTokenService
-from tests.support.http_server import serve_http
-from tests.support.plain_http import http_client
+from tests.support.serving import Serve, blocked_threads
 from tests.support.tiny_service import MakeCompletions
 
 _MANY = MAX_REQUEST_BYTES // 3 - 100
@@ -45,35 +42,17 @@ _MANY = MAX_REQUEST_BYTES // 3 - 100
         ("chat/completions", b'{"messages":[],"chat_template_kwargs":' + b"[" * 3 * _MANY + b"}", None, None),
     ],
     ids=[
-        "ids",
-        "strings",
-        "quotes",
-        "metadata",
-        "user",
-        "text",
-        "twice",
-        "twice in other letters",
-        "messages",
-        "bad messages",
-        "tools",
-        "many tools",
-        "items",
-        "tokenize",
-        "detokenize",
-        "nesting",
+        *("ids", "strings", "quotes", "metadata", "user", "text", "twice", "twice in other letters", "messages"),
+        *("bad messages", "tools", "many tools", "items", "tokenize", "detokenize", "nesting"),
     ],
 )
 async def test_ten_megabytes_are_rejected_by_field(
-    completions: MakeCompletions, path: str, body: bytes, param: str | None, code: str | None
+    serve: Serve, path: str, body: bytes, param: str | None, code: str | None
 ) -> None:
-    service = completions(FakeTokenService())
-    app = create_app(service, access=Access.anybody(), is_healthy=lambda: True)
-    async with serve_http(app) as (host, port), http_client(base_url=f"http://{host}:{port}/v1/") as client:
-        answer = await client.post(path, content=body, timeout=60)
+    answer = await (await serve()).http.post(f"/v1/{path}", content=body, timeout=60)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, param), error
     assert code in (None, error["code"])
-    service.close()
 
 
 @pytest.mark.parametrize("padding", [0, 30_000], ids=["small", "large"])
@@ -88,77 +67,45 @@ async def test_ten_megabytes_are_rejected_by_field(
     ],
 )
 async def test_lone_surrogates_are_replaced(
-    completions: MakeCompletions, byte_level: Tokenizer, escaped: str, text: str, padding: int
+    serve: Serve, byte_level: Tokenizer, escaped: str, text: str, padding: int
 ) -> None:
     """Clients cut texts between the halves of a pair. The byte order mark is one that Windows adds to a file."""
+    served = await serve()
     body = f'\ufeff{{"prompt": "{escaped}", "max_tokens": 1, "metadata": "{"x" * padding}"}}'
-    answer, token_ids = await _completed(completions, body)
+    answer = await served.http.post("/v1/completions", content=body.encode())
     assert answer.status_code == 200, answer.text
-    assert byte_level.decode(token_ids) == text
+    assert byte_level.decode(served.fake.started[0].token_ids) == text
 
 
 @pytest.mark.parametrize("padding", [0, 30_000], ids=["small", "large"])
-async def test_the_last_of_a_repeated_field_counts(
-    completions: MakeCompletions, byte_level: Tokenizer, padding: int
-) -> None:
+async def test_the_last_of_a_repeated_field_counts(serve: Serve, byte_level: Tokenizer, padding: int) -> None:
+    served = await serve()
     body = f'{{"prompt": [1, 2], "max_tokens": 9, "metadata": "{"x" * padding}", "prompt": "abc", "max_tokens": 1}}'
-    answer, token_ids = await _completed(completions, body)
+    answer = await served.http.post("/v1/completions", content=body.encode())
     assert answer.status_code == 200, answer.text
-    assert byte_level.decode(token_ids) == "abc"
+    assert byte_level.decode(served.fake.started[0].token_ids) == "abc"
     assert answer.json()["usage"]["completion_tokens"] == 1
 
 
-async def _completed(completions: MakeCompletions, body: str) -> tuple[httpx.Response, Sequence[int]]:
-    """Send a body to /v1/completions. Returns the answer, and the prompt that a replica got."""
-    fake = FakeTokenService()
-    service = completions(fake)
-    app = create_app(service, access=Access.anybody(), is_healthy=lambda: True)
-    async with serve_http(app) as (host, port), http_client(base_url=f"http://{host}:{port}/v1/") as client:
-        answer = await client.post("completions", content=body.encode())
-    service.close()
-    return answer, fake.started[0].token_ids if fake.started else ()
-
-
-async def test_parsing_a_large_body_does_not_block_streams(completions: MakeCompletions) -> None:
-    """The parser threads are blocked until the stream has ended."""
-    service = completions(FakeTokenService())
-    app = create_app(service, access=Access.anybody(), is_healthy=lambda: True)
-    held, go_on = threading.Barrier(4), threading.Event()
-
-    def hold() -> None:
-        held.wait(30)
-        go_on.wait(30)
-
-    holding = [asyncio.ensure_future(service.threads.run("", hold)) for _ in range(3)]
-    await asyncio.to_thread(held.wait, 30)
-    async with serve_http(app) as (host, port), http_client(base_url=f"http://{host}:{port}/v1/") as client:
+async def test_parsing_a_large_body_does_not_block_streams(serve: Serve) -> None:
+    served = await serve()
+    async with blocked_threads(served.service):
         large = json.dumps({"prompt": "abc", "max_tokens": 1, "stop": ["x" * 1000] * 16, "metadata": "x" * 30_000})
-        asking = asyncio.create_task(client.post("completions", content=large))
+        asking = asyncio.create_task(served.http.post("/v1/completions", content=large))
         small = {"prompt": "abc", "max_tokens": 50, "stream": True}
-        async with client.stream("POST", "completions", json=small) as stream:
+        async with served.http.stream("POST", "/v1/completions", json=small) as stream:
             lines = [line async for line in stream.aiter_lines() if line]
         assert lines[-1] == "data: [DONE]" and len(lines) > 40
         assert not asking.done()
-        go_on.set()
-        assert (await asking).json()["choices"][0]["text"] == "a"
-    await asyncio.gather(*holding)
-    service.close()
+    assert (await asking).json()["choices"][0]["text"] == "a"
 
 
-async def test_excess_large_bodies_are_rejected_for_now(completions: MakeCompletions) -> None:
-    service = completions(FakeTokenService())
-    app = create_app(service, access=Access.anybody(), is_healthy=lambda: True)
-    go_on = threading.Event()
-    holding = [asyncio.ensure_future(service.threads.run("", go_on.wait, 30)) for _ in range(64)]
-    await asyncio.sleep(0)
-    async with serve_http(app) as (host, port), http_client(base_url=f"http://{host}:{port}/v1/") as client:
-        large = {"prompt": "abc", "max_tokens": 1, "metadata": "x" * 30_000}
-        answer = await client.post("completions", json=large)
+async def test_excess_large_bodies_are_rejected_for_now(serve: Serve) -> None:
+    served, large = await serve(), {"prompt": "abc", "max_tokens": 1, "metadata": "x" * 30_000}
+    async with blocked_threads(served.service, num=64):
+        answer = await served.http.post("/v1/completions", json=large)
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
-        go_on.set()
-        await asyncio.gather(*holding)
-        assert (await client.post("completions", json=large)).status_code == 200
-    service.close()
+    assert (await served.http.post("/v1/completions", json=large)).status_code == 200
 
 
 async def test_slow_uploads_of_one_key_leave_room_for_others(completions: MakeCompletions) -> None:

@@ -9,34 +9,27 @@ import os
 import sys
 import tracemalloc
 import zlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 
-import httpx
 import pytest
 
-from frontend.access.access import Access
-from frontend.http.app import create_app
 from frontend.http.content_encoding import decoded
 from frontend.text.completion_request import MAX_REQUEST_BYTES
-from tests.support.fake_token_service import FakeTokenService
-from tests.support.http_server import serve_http
-from tests.support.plain_http import http_client
-from tests.support.tiny_service import MakeCompletions
+from tests.support.serving import USER, Served
 
 if sys.version_info >= (3, 14):
     from compression import zstd
 else:
     from backports import zstd
 
-_HI = [{"role": "user", "content": "hi"}]
 _BODIES = {
     "/v1/completions": {"prompt": "abc", "max_tokens": 1},
-    "/v1/chat/completions": {"messages": _HI, "max_tokens": 1},
+    "/v1/chat/completions": {"messages": USER, "max_tokens": 1},
     "/v1/responses": {"input": "hi", "max_output_tokens": 1},
-    "/v1/messages": {"messages": _HI, "max_tokens": 1},
-    "/v1/messages/count_tokens": {"messages": _HI},
+    "/v1/messages": {"messages": USER, "max_tokens": 1},
+    "/v1/messages/count_tokens": {"messages": USER},
     "/v1/completions/render": {"prompt": "abc"},
-    "/v1/chat/completions/render": {"messages": _HI},
+    "/v1/chat/completions/render": {"messages": USER},
     "/tokenize": {"prompt": "abc"},
     "/detokenize": {"tokens": [1]},
 }
@@ -70,28 +63,22 @@ _ENCODED: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
 _BOMB = b" " * (MAX_REQUEST_BYTES + 1)
 
 
-@pytest.fixture
-async def client(completions: MakeCompletions) -> AsyncIterator[httpx.AsyncClient]:
-    service = completions(FakeTokenService())
-    app = create_app(service, access=Access.anybody(), is_healthy=lambda: True)
-    async with serve_http(app) as address, http_client(base_url="http://{}:{}".format(*address)) as client:
-        yield client
-    service.close()
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest.mark.parametrize("case", _ENCODED)
-async def test_encoded_bodies_are_read(client: httpx.AsyncClient, case: str) -> None:
+async def test_encoded_bodies_are_read(endpoint: Served, case: str) -> None:
     name, encode = _ENCODED[case]
     for body in (_BODY, _LARGE):
-        answer = await client.post("/v1/completions", content=encode(body), headers={"content-encoding": name})
+        answer = await endpoint.http.post("/v1/completions", content=encode(body), headers={"content-encoding": name})
         assert answer.status_code == 200 and answer.json()["choices"][0]["text"] == "a", answer.text
 
 
 @pytest.mark.parametrize("path", _BODIES)
-async def test_every_post_reads_them(client: httpx.AsyncClient, path: str) -> None:
+async def test_every_post_reads_them(endpoint: Served, path: str) -> None:
     content = gzip.compress(json.dumps(_BODIES[path]).encode())
-    assert (await client.post(path, content=content, headers={"content-encoding": "gzip"})).status_code == 200
-    refused = await client.post(path, content=content, headers={"content-encoding": "br"})
+    assert (await endpoint.http.post(path, content=content, headers={"content-encoding": "gzip"})).status_code == 200
+    refused = await endpoint.http.post(path, content=content, headers={"content-encoding": "br"})
     assert refused.status_code == 415 and "use gzip, deflate, zstd" in refused.json()["error"]["message"]
     assert refused.headers["accept-encoding"] == "gzip, deflate, zstd"
 
@@ -118,16 +105,16 @@ _REJECTED: dict[str, tuple[str, bytes, int]] = {
 
 
 @pytest.mark.parametrize("case", _REJECTED)
-async def test_other_bodies_are_rejected(client: httpx.AsyncClient, case: str) -> None:
+async def test_other_bodies_are_rejected(endpoint: Served, case: str) -> None:
     name, content, status = _REJECTED[case]
-    answer = await client.post("/v1/completions", content=content, headers={"content-encoding": name})
+    answer = await endpoint.http.post("/v1/completions", content=content, headers={"content-encoding": name})
     assert answer.status_code == status, answer.text
-    good = await client.post("/v1/completions", content=_BODY)
+    good = await endpoint.http.post("/v1/completions", content=_BODY)
     assert good.status_code == 200
 
 
 @pytest.mark.parametrize("encode", [gzip.compress, zlib.compress, zstd.compress])
-def test_bombs_are_refused_before_memory_grows(encode: Callable[[bytes], bytes]) -> None:
+async def test_bombs_are_refused_before_memory_grows(encode: Callable[[bytes], bytes]) -> None:
     bomb = encode(encode(bytes(100 << 20)))
     name = {gzip.compress: "gzip", zlib.compress: "deflate", zstd.compress: "zstd"}[encode]
     tracemalloc.start()
@@ -139,15 +126,18 @@ def test_bombs_are_refused_before_memory_grows(encode: Callable[[bytes], bytes])
         tracemalloc.stop()
 
 
-def test_zstd_windows_beyond_8_mb_are_refused() -> None:
+async def test_zstd_windows_beyond_8_mb_are_refused() -> None:
     options = {zstd.CompressionParameter.window_log: 24, zstd.CompressionParameter.enable_long_distance_matching: 1}
     wide = zstd.compress(os.urandom(1 << 10) * (20 << 10), options=options)
     with pytest.raises(Exception, match="not valid zstd"):
         decoded(wide, ["zstd"], max_bytes=100 << 20)
 
 
-async def test_many_small_encoded_bodies_need_no_thread(client: httpx.AsyncClient) -> None:
+async def test_many_small_encoded_bodies_need_no_thread(endpoint: Served) -> None:
     content, headers = gzip.compress(_BODY), {"content-encoding": "gzip"}
     async with asyncio.TaskGroup() as tasks:
-        posts = [tasks.create_task(client.post("/v1/completions", content=content, headers=headers)) for _ in range(99)]
+        posts = [
+            tasks.create_task(endpoint.http.post("/v1/completions", content=content, headers=headers))
+            for _ in range(99)
+        ]
     assert {post.result().status_code for post in posts} == {200}

@@ -5,22 +5,14 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-import grpc
 import httpx
 import pytest
 
 from core.rpc import inference_pb2 as pb
-from core.rpc.inference_pb2_grpc import InferenceStub
-from frontend.access.access import Access
 from frontend.grpc import api
-from frontend.grpc.api import open_grpc_api
 from frontend.http import open_requests
-from frontend.http.app import create_app
 from frontend.openai.types import ChatBody
-from tests.support.fake_token_service import FakeTokenService
-from tests.support.http_server import serve_http
-from tests.support.openai_door import USER, OpenAIEndpoint
-from tests.support.plain_http import http_client
+from tests.support.serving import USER, Served, serving
 from tests.support.tiny_service import MakeCompletions
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -40,7 +32,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("path", "body", "param"), WRONG.values(), ids=WRONG)
-async def test_body_limits(endpoint: OpenAIEndpoint, path: str, body: dict[str, Any], param: str) -> None:
+async def test_body_limits(endpoint: Served, path: str, body: dict[str, Any], param: str) -> None:
     answer = await endpoint.http.post(path, json=body)
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["param"].startswith(param), error
@@ -61,26 +53,22 @@ async def test_body_limits(endpoint: OpenAIEndpoint, path: str, body: dict[str, 
 async def test_repeated_prompts_are_limited(
     completions: MakeCompletions, path: str, body: dict[str, Any], param: str, stream: bool
 ) -> None:
-    service = completions(FakeTokenService(), max_context=2**15)
-    app = create_app(service, access=Access.anybody(), is_healthy=lambda: True)
     more = {"return_token_ids": True} if "messages" in body else {}
-    async with serve_http(app) as (host, port), http_client(base_url=f"http://{host}:{port}/v1/") as client:
+    async with serving(completions(max_context=2**15)) as served:
 
         async def ask(**fields: Any) -> httpx.Response:
-            return await client.post(
-                path, json={**body, **more, "max_tokens": 1, "stream": stream, **fields}, timeout=60
-            )
+            asked = {**body, **more, "max_tokens": 1, "stream": stream, **fields}
+            return await served.http.post(f"/v1/{path}", json=asked, timeout=60)
 
         assert (await ask(n=1)).status_code == 200
         answer = await ask()
-        if "messages" in body and not stream:  # a whole response has the prompt once
-            assert len(answer.json()["prompt_token_ids"]) > 1000 and len(answer.json()["choices"]) == 128
-        else:
-            assert answer.status_code == 400 and answer.json()["error"]["param"] == param
-    service.close()
+    if "messages" in body and not stream:  # a whole response has the prompt once
+        assert len(answer.json()["prompt_token_ids"]) > 1000 and len(answer.json()["choices"]) == 128
+    else:
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == param
 
 
-async def test_large_bodies_are_processed_on_threads(endpoint: OpenAIEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_large_bodies_are_processed_on_threads(endpoint: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     threads = _record_threads(monkeypatch, (ChatBody, "requests"), (open_requests, "ignored_header"))
     for content, names in (("x", {"MainThread"}), ("x" * 20_000, {"text"})):
         await endpoint.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": content}]})
@@ -92,19 +80,13 @@ async def test_large_messages_are_processed_on_threads(
     completions: MakeCompletions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads = _record_threads(monkeypatch, (api, "request_of"), (api, "tokenize_request_of"))
-    service = completions(FakeTokenService(), max_context=2**15)
-    endpoint = await open_grpc_api(service, access=Access.anybody(), host="127.0.0.1", port=0)
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{endpoint.port}") as channel:
-        stub = InferenceStub(channel)
+    async with serving(completions(max_context=2**15)) as served:
         for content, names in (("x", {"MainThread"}), ("x" * 20_000, {"text"})):
             chat = pb.Chat(messages=[pb.ChatMessage(role="user", content=content)])
-            await stub.Tokenize(pb.TokenizeRequest(chat=chat))
-            async for _ in stub.Generate(pb.GenerateRequest(chat=chat, sampling=pb.SamplingParams(max_tokens=1))):
-                pass
+            await served.stub.Tokenize(pb.TokenizeRequest(chat=chat))
+            await served.generate(pb.GenerateRequest(chat=chat, sampling=pb.SamplingParams(max_tokens=1)))
             assert {name.partition("_")[0] for name in threads} == names and len(threads) == 2
             threads.clear()
-    await endpoint.close(grace_s=0)
-    service.close()
 
 
 def _record_threads(monkeypatch: pytest.MonkeyPatch, *functions: tuple[Any, str]) -> list[str]:

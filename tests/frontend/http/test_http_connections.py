@@ -9,12 +9,12 @@ import os
 import socket
 import time
 import tracemalloc
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
+import openai
 import pytest
 from fastapi import FastAPI
-from starlette.types import Message
 
 from frontend.access.access import Access
 from frontend.http.app import create_app
@@ -22,8 +22,7 @@ from frontend.text.completion_request import MAX_REQUEST_BYTES
 from tests.support.event_loops import on_both_loops
 from tests.support.fake_token_service import FakeTokenService
 from tests.support.http_server import serve_http
-from tests.support.plain_http import http_client
-from tests.support.sdk_clients import openai_client
+from tests.support.serving import Serve, Served
 from tests.support.tiny_service import MakeCompletions
 
 BODIES = [{"prompt": "abc", "stream": True}, {"prompt": "abc"}, {"prompt": ["abc", "def"], "stream": True}]
@@ -31,24 +30,32 @@ IDS = ["stream", "whole", "many"]
 
 
 @pytest.fixture
-def fake() -> FakeTokenService:
-    return FakeTokenService()
+async def served(serve: Serve) -> Served:
+    return await serve()
 
 
 @pytest.fixture
-def app(completions: MakeCompletions, fake: FakeTokenService) -> FastAPI:
-    return create_app(completions(fake), access=Access.anybody(), is_healthy=lambda: True)
+def fake(served: Served) -> FakeTokenService:
+    return served.fake
 
 
 @pytest.fixture
-async def address(app: FastAPI) -> AsyncIterator[tuple[str, int]]:
-    async with serve_http(app) as address:
-        yield address
+def address(served: Served) -> tuple[str, int]:
+    return served.address
 
 
 def http_post(body: dict[str, Any]) -> bytes:
     content = json.dumps(body).encode()
     return b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (len(content), content)
+
+
+async def exchange(address: tuple[str, int], sent: bytes) -> bytes:
+    """Send this and read until the server closes the connection."""
+    reader, writer = await asyncio.open_connection(*address)
+    writer.write(sent)
+    answer = await asyncio.wait_for(reader.read(), 10)
+    writer.close()
+    return answer
 
 
 async def within(seconds: float, event: asyncio.Event) -> None:
@@ -65,10 +72,7 @@ async def test_http_1_0_client_gets_the_same_answer_without_chunks(
     answers = []
     for version in (b"1.0", b"1.1"):
         asked = http_post(body).replace(b"HTTP/1.1\r\n", b"HTTP/%b\r\nconnection: close\r\n" % version)
-        reader, writer = await asyncio.open_connection(*address)
-        writer.write(asked)
-        header, _, content = (await asyncio.wait_for(reader.read(), 10)).partition(b"\r\n\r\n")
-        writer.close()
+        header, _, content = (await exchange(address, asked)).partition(b"\r\n\r\n")
         is_chunked = b"transfer-encoding: chunked" in header.lower()
         assert is_chunked == (version == b"1.1" and bool(body.get("stream")))
         assert b"connection: close" in header.lower()
@@ -78,10 +82,7 @@ async def test_http_1_0_client_gets_the_same_answer_without_chunks(
 
 
 async def test_http_1_0_head_of_a_page_has_no_body(address: tuple[str, int]) -> None:
-    reader, writer = await asyncio.open_connection(*address)
-    writer.write(b"HEAD /health HTTP/1.0\r\n\r\nGET /health HTTP/1.0\r\n\r\n")
-    answer = await asyncio.wait_for(reader.read(), 10)
-    writer.close()
+    answer = await exchange(address, b"HEAD /health HTTP/1.0\r\n\r\nGET /health HTTP/1.0\r\n\r\n")
     assert answer.endswith(b"\r\n\r\n")  # then the connection ended
 
 
@@ -146,12 +147,9 @@ async def test_offer_of_another_protocol_is_ignored(address: tuple[str, int], fa
 async def test_body_after_an_upgrade_offer_is_not_parsed_as_a_request(address: tuple[str, int]) -> None:
     """The second, pipelined request offers an upgrade, which must not change how its body is read."""
     hidden = b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n"
-    reader, writer = await asyncio.open_connection(*address)
-    writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")  # the offer comes while that is answered
-    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n" % len(hidden))
-    writer.write(b"connection: upgrade, close\r\nupgrade: h2c\r\n\r\n" + hidden)
-    told = await asyncio.wait_for(reader.read(), 10)
-    writer.close()
+    first = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"  # the offer comes while that is answered
+    offer = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n" % len(hidden)
+    told = await exchange(address, first + offer + b"connection: upgrade, close\r\nupgrade: h2c\r\n\r\n" + hidden)
     assert b" 400 " in told and b"max_model_len" not in told
 
 
@@ -215,89 +213,29 @@ async def test_reset_while_tokens_flow(address: tuple[str, int], fake: FakeToken
     await within(1, fake.has_ended)
 
 
-async def test_disconnect_during_the_upload(address: tuple[str, int], fake: FakeTokenService) -> None:
+async def test_disconnect_during_the_upload(served: Served, address: tuple[str, int], fake: FakeTokenService) -> None:
     _, writer = await asyncio.open_connection(*address)
     writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
     await writer.drain()
     writer.close()
-    async with http_client(base_url="http://{}:{}".format(*address)) as client:
-        assert (await client.get("/health")).status_code == 200
+    assert (await served.http.get("/health")).status_code == 200
     assert not fake.started
 
 
 async def test_endless_upload_times_out(completions: MakeCompletions, fake: FakeTokenService) -> None:
     app = create_app(completions(fake), access=Access.anybody(), is_healthy=lambda: True, max_body_s=0.05)
     async with serve_http(app) as address:
-        reader, writer = await asyncio.open_connection(*address)
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
-        answer = await asyncio.wait_for(reader.read(), 5)
-        writer.close()
+        answer = await exchange(address, b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
     assert b" 408 " in answer and b'"code":"request_timeout"' in answer
     assert not fake.started
 
 
-class AsgiServer:
-    """ASGI server that calls the application with given client messages."""
-
-    def __init__(self, app: FastAPI, body: dict[str, Any]) -> None:
-        self.sent: list[Message] = []
-        self.gone = asyncio.Event()
-        self._body: bytes | None = json.dumps(body).encode()
-        scope = {
-            "type": "http",
-            "asgi": {"version": "3.0", "spec_version": "2.4"},  # from 2.4 on, starlette does not poll for disconnects
-            "http_version": "1.1",
-            "method": "POST",
-            "scheme": "http",
-            "path": "/v1/completions",
-            "raw_path": b"/v1/completions",
-            "query_string": b"",
-            "root_path": "",
-            "headers": [],
-        }
-        self.task = asyncio.ensure_future(app(scope, self._receive, self._send))
-
-    async def _receive(self) -> Message:
-        if self._body is not None:
-            body, self._body = self._body, None
-            return {"type": "http.request", "body": body, "more_body": False}
-        await self.gone.wait()
-        return {"type": "http.disconnect"}
-
-    async def _send(self, message: Message) -> None:
-        self.sent.append(message)
-
-
-@pytest.mark.parametrize("body", BODIES, ids=IDS)
-async def test_disconnect_message_is_enough(app: FastAPI, fake: FakeTokenService, body: dict[str, Any]) -> None:
-    fake.hang_after = 3
-    server = AsgiServer(app, body)
-    await within(5, fake.is_hanging)
-    server.gone.set()
-    await asyncio.wait_for(server.task, 1)
-    assert fake.has_ended.is_set()
-
-
-@pytest.mark.parametrize("body", BODIES, ids=IDS)
-async def test_cancelled_application_is_enough(app: FastAPI, fake: FakeTokenService, body: dict[str, Any]) -> None:
-    fake.hang_after = 3
-    server = AsgiServer(app, body)
-    await within(5, fake.is_hanging)
-    server.task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await server.task
-    assert fake.has_ended.is_set()  # before the application returned
-
-
-async def test_headers_are_sent_with_the_first_token(app: FastAPI, fake: FakeTokenService) -> None:
-    fake.hang_after = 1
-    server = AsgiServer(app, BODIES[0])
-    await within(5, fake.is_hanging)
-    start, first = server.sent
-    assert b"x-request-id" in dict(start["headers"])
-    assert (start["status"], json.loads(first["body"][6:])["choices"][0]["text"]) == (200, "a")
-    server.gone.set()
-    await server.task
+async def test_headers_are_sent_with_the_first_token(served: Served) -> None:
+    served.fake.hang_after = 1
+    async with served.http.stream("POST", "/v1/completions", json=BODIES[0]) as answer:
+        first = await anext(answer.aiter_lines())
+        assert answer.status_code == 200 and "x-request-id" in answer.headers
+        assert json.loads(first.removeprefix("data: "))["choices"][0]["text"] == "a"
 
 
 # ---- large bodies
@@ -309,72 +247,52 @@ async def fifty_megabytes() -> AsyncIterator[bytes]:
 
 
 @pytest.mark.parametrize("is_announced", [True, False])
-async def test_fifty_megabyte_body(address: tuple[str, int], fake: FakeTokenService, is_announced: bool) -> None:
+async def test_fifty_megabyte_body(served: Served, is_announced: bool) -> None:
     headers = {"content-length": "50000000"} if is_announced else {"transfer-encoding": "chunked"}
-    async with http_client(base_url="http://{}:{}".format(*address)) as client:
-        tracemalloc.start()
-        started_s = time.monotonic()
-        answer = await client.post("/v1/completions", content=fifty_megabytes(), headers=headers)
-        _, peak_bytes = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
+    tracemalloc.start()
+    started_s = time.monotonic()
+    answer = await served.http.post("/v1/completions", content=fifty_megabytes(), headers=headers)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
     assert time.monotonic() - started_s < 5
     assert answer.status_code == 413
     assert answer.json()["error"]["code"] == "request_too_large"
     assert str(MAX_REQUEST_BYTES) in answer.json()["error"]["message"]
     # Client and server together: a few parts of a megabyte, and the bytes held up to the limit.
     assert peak_bytes < 8_000_000 + (0 if is_announced else 2 * MAX_REQUEST_BYTES)
-    assert not fake.started
+    assert not served.fake.started
 
 
-async def test_fifty_megabyte_body_from_the_openai_client(address: tuple[str, int]) -> None:
-    import openai
-
-    async with openai_client(base_url="http://{}:{}/v1".format(*address), api_key="x") as client:
-        with pytest.raises(openai.APIStatusError) as caught:
-            await client.completions.create(model="tiny", prompt="x" * 50_000_000)
+async def test_fifty_megabyte_body_from_the_openai_client(served: Served) -> None:
+    with pytest.raises(openai.APIStatusError) as caught:
+        await served.client.completions.create(model="tiny", prompt="x" * 50_000_000)
     assert caught.value.status_code == 413
 
 
+@pytest.mark.parametrize("more", [b"", b"expect: 100-continue\r\n"], ids=["at once", "on request"])
 @pytest.mark.parametrize("length", [50_000_000, 10**18])
-async def test_announced_length_is_rejected_before_the_body(address: tuple[str, int], length: int) -> None:
+async def test_announced_length_is_rejected_before_the_body(address: tuple[str, int], length: int, more: bytes) -> None:
     reader, writer = await asyncio.open_connection(*address)
-    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % length)
-    assert b" 413 " in await asyncio.wait_for(reader.readline(), 5)
-    headers = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
-    assert b"connection: close" in headers.lower()
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n%bcontent-length: %d\r\n\r\n" % (more, length))
+    answer = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+    assert answer.startswith(b"HTTP/1.1 413 ") and b"connection: close" in answer.lower()
+    if more:
+        await asyncio.wait_for(reader.read(), 5)  # the server closes at once
     writer.close()
 
 
-async def test_expect_100_continue_is_rejected_without_the_body(address: tuple[str, int]) -> None:
-    reader, writer = await asyncio.open_connection(*address)
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 50000000\r\nexpect: 100-continue\r\n\r\n"
-    writer.write(head)
-    assert b" 413 " in await asyncio.wait_for(reader.readline(), 5)
-    await asyncio.wait_for(reader.read(), 5)  # and the server closes
-    writer.close()
-
-
-async def test_large_body_within_the_limit_is_accepted(address: tuple[str, int]) -> None:
+async def test_large_body_within_the_limit_is_accepted(served: Served) -> None:
     body = json.dumps({"prompt": "abc", "max_tokens": 1}) + " " * (MAX_REQUEST_BYTES - 100)
-    async with http_client(base_url="http://{}:{}".format(*address)) as client:
-        answer = await client.post("/v1/completions", content=body)
-    assert answer.json()["choices"][0]["text"] == "a"
+    assert (await served.http.post("/v1/completions", content=body)).json()["choices"][0]["text"] == "a"
 
 
 # ---- blocking client
 
 
-def test_blocking_client(completions: MakeCompletions, fake: FakeTokenService) -> None:
-    import openai
+async def test_blocking_client(served: Served) -> None:
+    def ask() -> str:
+        with openai.OpenAI(base_url=f"{served.url}/v1", api_key="x", max_retries=0) as client:
+            chunks = client.completions.create(model="tiny", prompt="abc", max_tokens=4, stream=True)
+            return "".join(chunk.choices[0].text for chunk in chunks)
 
-    def ask(port: int) -> Iterator[str]:
-        with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="x", max_retries=0) as client:
-            for chunk in client.completions.create(model="tiny", prompt="abc", max_tokens=4, stream=True):
-                yield chunk.choices[0].text
-
-    async def serve() -> list[str]:
-        app = create_app(completions(fake), access=Access.anybody(), is_healthy=lambda: True)
-        async with serve_http(app) as (_, port):
-            return await asyncio.to_thread(lambda: list(ask(port)))
-
-    assert "".join(asyncio.run(serve())) == "abca"
+    assert await asyncio.to_thread(ask) == "abca"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
@@ -13,38 +12,23 @@ import pytest
 
 from core.spec.schema import RouterSpec
 from core.types.errors import CapacityError, ReplicaLost
-from frontend.access.access import Access
-from frontend.http.app import create_app
 from frontend.http.event_stream import COMMENT, EventStream
 from frontend.openai.errors import OpenAIErrors
 from tests.support.fake_token_service import FakeTokenService
-from tests.support.http_server import serve_http
-from tests.support.plain_http import http_client
-from tests.support.sdk_clients import anthropic_client, openai_client
-from tests.support.tiny_service import MakeCompletions
+from tests.support.serving import USER, Serve
 
-_HI: Any = [{"role": "user", "content": "hi"}]
 _BODIES: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": {"messages": _HI, "max_tokens": 4},
+    "/v1/chat/completions": {"messages": USER, "max_tokens": 4},
     "/v1/completions": {"prompt": "hi", "max_tokens": 4},
     "/v1/completions of several": {"prompt": ["hi", "ho"], "max_tokens": 4},
-    "/v1/messages": {"messages": _HI, "max_tokens": 4},
+    "/v1/messages": {"messages": USER, "max_tokens": 4},
     "/v1/responses": {"input": "hi", "max_output_tokens": 4},
 }
 _PING = 'event: ping\ndata: {"type":"ping"}'
 _ALIVE = {path: _PING if path == "/v1/messages" else ": keepalive" for path in _BODIES}
 
 
-@asynccontextmanager
-async def _served(
-    completions: MakeCompletions, fake: FakeTokenService, *, keepalive_s: float = 0.01
-) -> AsyncIterator[httpx.AsyncClient]:
-    service = completions(fake)
-    spec = RouterSpec(keepalive_s=keepalive_s)
-    app = create_app(service, access=Access.anybody(), is_healthy=lambda: True, spec=spec)
-    async with serve_http(app) as address, http_client(base_url="http://{}:{}".format(*address)) as http:
-        yield http
-    service.close()
+_ALIVE_OFTEN = RouterSpec(keepalive_s=0.01)
 
 
 async def _events(answer: httpx.Response) -> AsyncIterator[str]:
@@ -59,35 +43,35 @@ async def _events(answer: httpx.Response) -> AsyncIterator[str]:
 
 @pytest.mark.parametrize("after", [0, 2], ids=["before the first token", "between tokens"])
 @pytest.mark.parametrize("path", _BODIES)
-async def test_silent_stream_sends_keepalives(completions: MakeCompletions, path: str, after: int) -> None:
+async def test_silent_stream_sends_keepalives(serve: Serve, path: str, after: int) -> None:
     fake = FakeTokenService(hang_after=after)
-    async with _served(completions, fake) as http:
-        async with http.stream("POST", path.split()[0], json={**_BODIES[path], "stream": True}) as answer:
-            assert (answer.status_code, answer.headers["cache-control"]) == (200, "no-cache")
-            said, num_alive = list[str](), 0
-            async for event in _events(answer):
-                if event != _ALIVE[path]:
-                    said.append(event)
-                    continue
-                num_alive += 1
-                if num_alive == 3:
-                    assert bool(said) == bool(after)
-                    fake.go_on.set()
-        assert num_alive >= 3
-        plain = (await http.post(path.split()[0], json={**_BODIES[path], "stream": True})).text.split("\n\n")
+    served = await serve(token_service=fake, spec=_ALIVE_OFTEN)
+    async with served.http.stream("POST", path.split()[0], json={**_BODIES[path], "stream": True}) as answer:
+        assert (answer.status_code, answer.headers["cache-control"]) == (200, "no-cache")
+        said, num_alive = list[str](), 0
+        async for event in _events(answer):
+            if event != _ALIVE[path]:
+                said.append(event)
+                continue
+            num_alive += 1
+            if num_alive == 3:
+                assert bool(said) == bool(after)
+                fake.go_on.set()
+    assert num_alive >= 3
+    plain = (await served.http.post(path.split()[0], json={**_BODIES[path], "stream": True})).text.split("\n\n")
     assert len(said) == len([event for event in plain if event and event != _ALIVE[path]])
 
 
 @pytest.mark.parametrize("path", _BODIES)
-async def test_failure_after_a_keepalive_is_an_event(completions: MakeCompletions, path: str) -> None:
+async def test_failure_after_a_keepalive_is_an_event(serve: Serve, path: str) -> None:
     fake = FakeTokenService(hang_after=0, fail_after=(0, ReplicaLost("all gone")))
-    async with _served(completions, fake) as http:
-        async with http.stream("POST", path.split()[0], json={**_BODIES[path], "stream": True}) as answer:
-            said = []
-            async for event in _events(answer):
-                fake.go_on.set()
-                if event != _ALIVE[path]:
-                    said.append(event)
+    served = await serve(token_service=fake, spec=_ALIVE_OFTEN)
+    async with served.http.stream("POST", path.split()[0], json={**_BODIES[path], "stream": True}) as answer:
+        said = []
+        async for event in _events(answer):
+            fake.go_on.set()
+            if event != _ALIVE[path]:
+                said.append(event)
     assert answer.status_code == 200
     names = [event.partition("\n")[0] for event in said if event.startswith("event: ")]
     failed = json.loads(said[-1].partition("data: ")[2])
@@ -99,41 +83,41 @@ async def test_failure_after_a_keepalive_is_an_event(completions: MakeCompletion
 
 
 @pytest.mark.parametrize("path", _BODIES)
-async def test_failure_before_a_keepalive_keeps_its_status(completions: MakeCompletions, path: str) -> None:
+async def test_failure_before_a_keepalive_keeps_its_status(serve: Serve, path: str) -> None:
     fake = FakeTokenService(reject=CapacityError("full", retry_after_s=7))
-    async with _served(completions, fake, keepalive_s=60) as http:
-        answer = await http.post(path.split()[0], json={**_BODIES[path], "stream": True})
+    served = await serve(token_service=fake)
+    answer = await served.http.post(path.split()[0], json={**_BODIES[path], "stream": True})
     assert answer.status_code == (529 if path == "/v1/messages" else 429)
     assert answer.headers["retry-after"] == "7"
 
 
-async def test_official_clients_pass_over_keepalives(completions: MakeCompletions) -> None:
+async def test_official_clients_pass_over_keepalives(serve: Serve) -> None:
     """Each call returns with the headers, which a keep-alive brings: no token arrives before `go_on`."""
     fake = FakeTokenService(hang_after=0)
-    async with _served(completions, fake) as http:
-        async with openai_client(base_url=f"{http.base_url}/v1", api_key="none") as client:
-            stream = await client.chat.completions.create(model="tiny", messages=_HI, max_tokens=4, stream=True)
-            fake.go_on.set()
-            assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
-            fake.go_on.clear()
-            async with client.responses.stream(model="tiny", input="hi", max_output_tokens=4) as responses:
-                fake.go_on.set()
-                kinds = [event.type async for event in responses]
-            assert kinds[0] == "response.created"
-        fake.go_on.clear()
-        async with anthropic_client(base_url=str(http.base_url), api_key="none") as agent:
-            async with agent.messages.stream(model="tiny", messages=_HI, max_tokens=4) as messages:
-                fake.go_on.set()
-                assert await messages.get_final_text()
+    served = await serve(token_service=fake, spec=_ALIVE_OFTEN)
+    client = served.client
+    stream = await client.chat.completions.create(model="tiny", messages=USER, max_tokens=4, stream=True)
+    fake.go_on.set()
+    assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+    fake.go_on.clear()
+    async with client.responses.stream(model="tiny", input="hi", max_output_tokens=4) as responses:
+        fake.go_on.set()
+        kinds = [event.type async for event in responses]
+    assert kinds[0] == "response.created"
+    fake.go_on.clear()
+    agent = served.anthropic()
+    async with agent.messages.stream(model="tiny", messages=USER, max_tokens=4) as messages:
+        fake.go_on.set()
+        assert await messages.get_final_text()
 
 
-async def test_client_that_leaves_a_silent_stream_ends_its_request(completions: MakeCompletions) -> None:
+async def test_client_that_leaves_a_silent_stream_ends_its_request(serve: Serve) -> None:
     fake = FakeTokenService(hang_after=0)
-    async with _served(completions, fake) as http:
-        async with http.stream("POST", "/v1/completions", json={"prompt": "hi", "stream": True}) as answer:
-            async for _ in answer.aiter_text():
-                break
-        await asyncio.wait_for(fake.has_ended.wait(), 30)
+    served = await serve(token_service=fake, spec=_ALIVE_OFTEN)
+    async with served.http.stream("POST", "/v1/completions", json={"prompt": "hi", "stream": True}) as answer:
+        async for _ in answer.aiter_text():
+            break
+    await asyncio.wait_for(fake.has_ended.wait(), 30)
 
 
 async def _sent(events: AsyncGenerator[bytes, None], pause: Callable[[], Awaitable[object]]) -> list[Any]:

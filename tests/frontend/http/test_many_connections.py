@@ -1,10 +1,11 @@
-"""A request is served beside two thousand connections that are silent or stop in the middle of a request."""
+"""Requests are served beside two thousand silent connections, and in bursts of thousands of calls."""
 
 from __future__ import annotations
 
 import asyncio
 import resource
 import socket
+import struct
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -13,15 +14,24 @@ import grpc
 import pytest
 
 from core.rpc import inference_pb2 as pb
-from core.rpc.inference_pb2_grpc import InferenceStub
-from frontend.access.access import Access
-from frontend.grpc.api import open_grpc_api
-from frontend.http.app import create_app
 from frontend.http.connections import GRPC_ENDPOINT
+from tests.frontend.http.raw_http2 import (
+    ACK,
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    HEADERS,
+    PING,
+    PREFACE,
+    RESET,
+    SETTINGS,
+    WINDOW_UPDATE,
+    frame,
+    header_block,
+)
 from tests.support.event_loops import on_both_loops
 from tests.support.fake_token_service import FakeTokenService
-from tests.support.http_server import serve_http
-from tests.support.sdk_clients import openai_client
+from tests.support.serving import Serve, refusal, serving
 from tests.support.tiny_service import MakeCompletions
 from tests.support.waiting import becomes
 
@@ -58,61 +68,98 @@ async def silent_connections(address: tuple[str, int], *, half: bytes) -> AsyncI
 
 @on_both_loops
 async def test_http_request_is_served_beside_idle_connections(completions: MakeCompletions) -> None:
-    app = create_app(completions(FakeTokenService()), access=Access.anybody(), is_healthy=lambda: True)
-    async with serve_http(app) as address, silent_connections(address, half=_HALF_A_REQUEST):
-        assert await _ask(address) == "abca"
+    async with serving(completions()) as served, silent_connections(served.address, half=_HALF_A_REQUEST):
+        answer = await served.client.completions.create(model="tiny", prompt="abc", max_tokens=4)
+        assert answer.choices[0].text == "abca"
 
 
-async def _ask(address: tuple[str, int]) -> str:
-    url = "http://{}:{}/v1".format(*address)
-    async with openai_client(base_url=url, api_key="none") as client:
-        answer = await client.completions.create(model="tiny", prompt="abc", max_tokens=4)
-    return answer.choices[0].text
-
-
-async def test_grpc_request_is_served_beside_idle_connections(completions: MakeCompletions) -> None:
-    service = completions(FakeTokenService())
-    endpoint = await open_grpc_api(service, access=Access.anybody(), host="127.0.0.1", port=0)
-    async with silent_connections(("127.0.0.1", endpoint.port), half=_HALF_A_PREFACE):
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{endpoint.port}") as channel:
-            asked = pb.GenerateRequest(prompt="abc", sampling=pb.SamplingParams(max_tokens=4))
-            events = [event async for event in InferenceStub(channel).Generate(asked, timeout=60)]
+async def test_grpc_request_is_served_beside_idle_connections(serve: Serve) -> None:
+    served = await serve()
+    asked = pb.GenerateRequest(prompt="abc", sampling=pb.SamplingParams(max_tokens=4))
+    async with silent_connections(("127.0.0.1", served.api.port), half=_HALF_A_PREFACE):
+        events = await served.generate(asked, timeout=60)
     assert "".join(event.delta.text for event in events) == "abca"
-    await endpoint.close(grace_s=0)
 
 
-async def test_too_large_grpc_header_is_rejected(completions: MakeCompletions) -> None:
-    endpoint = await open_grpc_api(completions(FakeTokenService()), access=Access.anybody(), host="127.0.0.1", port=0)
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{endpoint.port}") as channel:
-        stub = InferenceStub(channel)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.ListModels(pb.ListModelsRequest(), metadata=(("x", "y" * 20_000),), timeout=30)
-        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert (await stub.ListModels(pb.ListModelsRequest(), timeout=30)).models[0].id == "tiny"
-    await endpoint.close(grace_s=0)
+async def test_too_large_grpc_header_is_rejected(serve: Serve) -> None:
+    stub = (await serve()).stub
+    refused = await refusal(stub.ListModels(pb.ListModelsRequest(), metadata=(("x", "y" * 20_000),), timeout=30))
+    assert refused.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert (await stub.ListModels(pb.ListModelsRequest(), timeout=30)).models[0].id == "tiny"
 
 
-async def test_streams_per_connection_are_limited(completions: MakeCompletions) -> None:
+async def test_streams_per_connection_are_limited(serve: Serve) -> None:
     """gRPC either queues further streams at the client or rejects them."""
-    fake = FakeTokenService(hang_after=0)
-    limits = replace(GRPC_ENDPOINT, streams=3)
-    endpoint = await open_grpc_api(completions(fake), access=Access.anybody(), host="127.0.0.1", port=0, limits=limits)
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{endpoint.port}") as channel:
-        stub = InferenceStub(channel)
-        asked = pb.GenerateRequest(prompt="abc", sampling=pb.SamplingParams(max_tokens=1))
+    served = await serve(token_service=FakeTokenService(hang_after=0), grpc_limits=replace(GRPC_ENDPOINT, streams=3))
+    asked = pb.GenerateRequest(prompt="abc", sampling=pb.SamplingParams(max_tokens=1))
 
-        async def ask() -> grpc.StatusCode | None:
-            try:
-                return None if [event async for event in stub.Generate(asked)] else grpc.StatusCode.OK
-            except grpc.aio.AioRpcError as error:
-                return error.code()
+    async def ask() -> grpc.StatusCode | None:
+        try:
+            return None if await served.generate(asked) else grpc.StatusCode.OK
+        except grpc.aio.AioRpcError as error:
+            return error.code()
 
-        running = [asyncio.ensure_future(ask()) for _ in range(5)]
-        await becomes(lambda: len(fake.started) == 3)
-        with pytest.raises(grpc.aio.AioRpcError):
-            await stub.ListModels(pb.ListModelsRequest(), timeout=0.5)
-        assert len(fake.started) == 3
-        fake.go_on.set()
-        ends = await asyncio.gather(*running)
+    running = [asyncio.ensure_future(ask()) for _ in range(5)]
+    await becomes(lambda: len(served.fake.started) == 3)
+    with pytest.raises(grpc.aio.AioRpcError):
+        await served.stub.ListModels(pb.ListModelsRequest(), timeout=0.5)
+    assert len(served.fake.started) == 3
+    served.fake.go_on.set()
+    ends = await asyncio.gather(*running)
     assert ends.count(None) >= 3 and set(ends) <= {None, grpc.StatusCode.UNAVAILABLE}
-    await endpoint.close(grace_s=0)
+
+
+_NUM_CALLS = 3500  # gRPC's default drops some calls beyond 1,000 pending ones, and all beyond 3,000
+
+
+def _burst() -> bytes:
+    headers = header_block("/cluster.v1.Inference/Tokenize")
+    message = pb.TokenizeRequest(prompt="a").SerializeToString()
+    data = struct.pack(">BI", 0, len(message)) + message
+    said = [PREFACE, frame(SETTINGS, 0, 0)]
+    said.append(frame(WINDOW_UPDATE, 0, 0, struct.pack(">I", 1 << 24)))
+    for stream in range(1, 2 * _NUM_CALLS, 2):
+        said += [frame(HEADERS, END_HEADERS, stream, headers), frame(DATA, END_STREAM, stream, data)]
+    return b"".join([*said, frame(PING, 0, 0, bytes(8))])
+
+
+class _Ends:
+    """Collects the streams that have ended."""
+
+    def __init__(self) -> None:
+        self.answered: set[int] = set()
+        self.cut_off: set[int] = set()
+        self.has_seen_all = False  # it answered a ping sent after all calls
+        self.replies = b""
+        self._buffer = b""
+
+    def take(self, data: bytes) -> None:
+        self._buffer += data
+        while len(self._buffer) >= 9 and len(self._buffer) >= (end := 9 + int.from_bytes(self._buffer[:3], "big")):
+            kind, flags, stream = self._buffer[3], self._buffer[4], int.from_bytes(self._buffer[5:9], "big")
+            if kind == DATA:
+                self.answered.add(stream)
+            elif stream not in self.answered and (kind == RESET or (kind == HEADERS and flags & END_STREAM)):
+                self.cut_off.add(stream)
+            elif kind == SETTINGS and not flags & ACK:
+                self.replies += frame(SETTINGS, ACK, 0)
+            elif kind == PING:
+                self.has_seen_all |= bool(flags & ACK)
+                self.replies += b"" if flags & ACK else frame(PING, ACK, 0, self._buffer[9:end])
+            self._buffer = self._buffer[end:]
+
+
+async def test_no_call_of_a_burst_is_dropped(serve: Serve) -> None:
+    port, ends = (await serve()).api.port, _Ends()
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+        connection.sendall(_burst())
+        while not ends.has_seen_all:  # this thread runs the event loop, which is blocked meanwhile
+            ends.take(connection.recv(1 << 16))
+        connection.setblocking(False)
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(60):
+            while len(ends.answered) + len(ends.cut_off) < _NUM_CALLS:
+                replies, ends.replies = ends.replies, b""
+                await loop.sock_sendall(connection, replies)
+                ends.take(await loop.sock_recv(connection, 1 << 16))
+    assert not ends.cut_off, f"{len(ends.cut_off)} of {_NUM_CALLS} were"

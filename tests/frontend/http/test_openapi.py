@@ -20,8 +20,8 @@ from frontend.openai.fields import OpenAIObject
 from tests.frontend.access.keys import access_with, issue
 from tests.support.fake_token_service import FakeTokenService
 from tests.support.http_server import serve_http
-from tests.support.openai_door import USER, OpenAIEndpoint
 from tests.support.plain_http import http_client
+from tests.support.serving import USER, Served
 from tests.support.tiny_service import MakeCompletions
 
 _TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -99,7 +99,7 @@ def test_wrongly_typed_bodies_do_not_validate(document: dict[str, Any], path: st
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_document_and_page_are_served(endpoint: OpenAIEndpoint, document: dict[str, Any]) -> None:
+async def test_document_and_page_are_served(endpoint: Served, document: dict[str, Any]) -> None:
     assert (await endpoint.http.get("/openapi.json")).json() == document
     answer = await endpoint.http.get("/docs")
     assert answer.headers["content-type"].startswith("text/html")

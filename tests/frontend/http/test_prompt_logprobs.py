@@ -8,12 +8,12 @@ import openai
 import pytest
 
 from frontend.text.tokenizer import Tokenizer
-from tests.support.openai_door import USER, OpenAIEndpoint
+from tests.support.serving import USER, Served
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-async def test_lm_eval_finds_the_fields_it_reads(endpoint: OpenAIEndpoint, byte_level: Tokenizer) -> None:
+async def test_lm_eval_finds_the_fields_it_reads(endpoint: Served, byte_level: Tokenizer) -> None:
     """Request and response fields as used by LocalCompletionsAPI in lm_eval/models/openai_completions.py at
     https://github.com/EleutherAI/lm-evaluation-harness/tree/4e7e0d47f33bc71070c1d38394bafbb52b117163."""
     prompts = [byte_level.encode("The capital of France is Paris."), byte_level.encode("你好 世界")]
@@ -33,7 +33,7 @@ async def test_lm_eval_finds_the_fields_it_reads(endpoint: OpenAIEndpoint, byte_
     assert [sent.num_prompt_logprobs for sent in endpoint.fake.started] == [1, 1]
 
 
-async def test_echo_has_one_entry_per_token_whole_and_streamed(endpoint: OpenAIEndpoint, byte_level: Tokenizer) -> None:
+async def test_echo_has_one_entry_per_token_whole_and_streamed(endpoint: Served, byte_level: Tokenizer) -> None:
     text = "<|im_start|>naïve 𝄞!"
     ids = byte_level.encode(text)
     fields: dict[str, Any] = {"model": "tiny", "prompt": text, "max_tokens": 2, "echo": True, "logprobs": 0, "n": 2}
@@ -56,7 +56,7 @@ async def test_echo_has_one_entry_per_token_whole_and_streamed(endpoint: OpenAIE
             assert [one for each in told for one in getattr(each, name)] == getattr(logprobs, name), name
 
 
-async def test_echo_shows_the_truncated_prompt(endpoint: OpenAIEndpoint, byte_level: Tokenizer) -> None:
+async def test_echo_shows_the_truncated_prompt(endpoint: Served, byte_level: Tokenizer) -> None:
     text = "The capital of France is Paris."
     ids = byte_level.encode(text)
     for kept in (3, len(ids)):
@@ -71,7 +71,7 @@ async def test_echo_shows_the_truncated_prompt(endpoint: OpenAIEndpoint, byte_le
     assert shown == text
 
 
-async def test_prompt_alone_can_be_returned(endpoint: OpenAIEndpoint, byte_level: Tokenizer) -> None:
+async def test_prompt_alone_can_be_returned(endpoint: Served, byte_level: Tokenizer) -> None:
     fields: dict[str, Any] = {"model": "tiny", "prompt": "hello", "max_tokens": 0, "echo": True}
     answer = await endpoint.client.completions.create(**fields, logprobs=2, extra_body={"return_token_ids": True})
     (choice,) = answer.choices
@@ -82,7 +82,7 @@ async def test_prompt_alone_can_be_returned(endpoint: OpenAIEndpoint, byte_level
     assert (await endpoint.client.completions.create(**fields)).choices[0].logprobs is None
 
 
-async def test_vllm_format_lists_ids_with_ranks(endpoint: OpenAIEndpoint, byte_level: Tokenizer) -> None:
+async def test_vllm_format_lists_ids_with_ranks(endpoint: Served, byte_level: Tokenizer) -> None:
     def check(listed: Any, ids: list[int], num_top: int) -> None:
         assert listed[0] is None and len(listed) == len(ids)
         for place, token_id in enumerate(ids[1:], 1):
@@ -128,7 +128,7 @@ async def test_vllm_format_lists_ids_with_ranks(endpoint: OpenAIEndpoint, byte_l
     ],
 )
 async def test_invalid_combinations_are_rejected_by_name(
-    endpoint: OpenAIEndpoint, fields: dict[str, Any], param: str, says: str
+    endpoint: Served, fields: dict[str, Any], param: str, says: str
 ) -> None:
     with pytest.raises(openai.BadRequestError, match=says) as rejected:
         await endpoint.client.completions.create(model="tiny", prompt="ab", extra_body={"max_tokens": 1, **fields})

@@ -3,99 +3,72 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 
 import grpc
-import httpx
 import openai
 import pytest
 import pytest_asyncio
 
 from core.rpc import inference_pb2 as pb
-from core.rpc.inference_pb2_grpc import InferenceStub
 from core.types.errors import ModelUnavailable, RequestError, UnknownModel
-from frontend.access.access import Access
-from frontend.grpc.api import open_grpc_api
-from frontend.http.app import create_app
 from frontend.text.completion import Completions
 from frontend.text.models import Models
 from frontend.text.tokenizer import Tokenizer
 from tests.support.fake_token_service import FakeTokenService
-from tests.support.http_server import serve_http
-from tests.support.plain_http import http_client
-from tests.support.sdk_clients import openai_client
+from tests.support.serving import USER, Refusal, Served, serving
 from tests.support.tiny_service import MakeCompletions
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 _SAYS = {"first": "one", "second": "two"}
-_HI = [{"role": "user", "content": "hi"}]
-
-
-@dataclass
-class Endpoints:
-    models: Models
-    served: dict[str, Completions]
-    client: openai.AsyncOpenAI
-    http: httpx.AsyncClient
-    grpc: InferenceStub
-
-    async def rejected(self, model: str) -> openai.APIStatusError:
-        with pytest.raises(openai.APIStatusError) as caught:
-            await self.client.chat.completions.create(model=model, messages=_HI)  # type: ignore[arg-type]
-        return caught.value
-
-    async def rejected_by_grpc(self, model: str) -> grpc.aio.AioRpcError:
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            async for _ in self.grpc.Generate(pb.GenerateRequest(model=model, prompt="hi")):
-                pass
-        return caught.value
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def endpoints(completions: MakeCompletions, byte_level: Tokenizer) -> AsyncIterator[Endpoints]:
-    def made(name: str) -> Completions:
-        ids = byte_level.encode(f"{_SAYS[name]}<|im_end|>")
-        fake = FakeTokenService(script=lambda *_: ids)
-        return completions(fake, name=name, max_context=256 if name == "first" else 512)
+async def second(completions: MakeCompletions, byte_level: Tokenizer) -> Completions:
+    return completions(name="second", max_context=512, token_service=_saying(byte_level, "two"))
 
-    served = {name: made(name) for name in _SAYS}
-    models = Models(served["first"])
-    models.add(served["second"])
-    app = create_app(models, access=Access.anybody(), is_healthy=lambda: True)
-    endpoint = await open_grpc_api(models, access=Access.anybody(), host="127.0.0.1", port=0)
-    async with serve_http(app) as (host, port):
-        url = f"http://{host}:{port}"
-        async with (
-            openai_client(base_url=f"{url}/v1", api_key="none") as client,
-            http_client(base_url=url) as http,
-            grpc.aio.insecure_channel(f"127.0.0.1:{endpoint.port}") as channel,
-        ):
-            yield Endpoints(models, served, client, http, InferenceStub(channel))
-    await endpoint.close(grace_s=0)
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def endpoints(completions: MakeCompletions, byte_level: Tokenizer, second: Completions) -> AsyncIterator[Served]:
+    models = Models(completions(name="first", token_service=_saying(byte_level, "one")))
+    models.add(second)
+    async with serving(models) as served:
+        yield served
+
+
+def _saying(tokenizer: Tokenizer, text: str) -> FakeTokenService:
+    ids = tokenizer.encode(f"{text}<|im_end|>")
+    return FakeTokenService(script=lambda *_: ids)
+
+
+async def _rejected(endpoints: Served, model: str) -> tuple[openai.APIStatusError, Refusal]:
+    """Return the error of each endpoint."""
+    with pytest.raises(openai.APIStatusError) as caught:
+        await endpoints.client.chat.completions.create(model=model, messages=USER)
+    return caught.value, await endpoints.rejected(pb.GenerateRequest(model=model, prompt="hi"))
 
 
 @pytest.mark.parametrize("model", ["first", "second"])
-async def test_every_api_serves_the_named_model(endpoints: Endpoints, model: str) -> None:
+async def test_every_api_serves_the_named_model(endpoints: Served, model: str) -> None:
     says = _SAYS[model]
-    chat = await endpoints.client.chat.completions.create(model=model, messages=_HI)  # type: ignore[call-overload]
+    chat = await endpoints.client.chat.completions.create(model=model, messages=USER)
     assert (chat.model, chat.choices[0].message.content) == (model, says)
     text = await endpoints.client.completions.create(model=model, prompt="hi")
     assert (text.model, text.choices[0].text) == (model, says)
     response = await endpoints.client.responses.create(model=model, input="hi")
     assert (response.model, response.output_text) == (model, says)
-    body = {"model": model, "max_tokens": 9, "messages": _HI}
+    body = {"model": model, "max_tokens": 9, "messages": USER}
     message = (await endpoints.http.post("/v1/messages", json=body)).json()
     assert (message["model"], message["content"][0]["text"]) == (model, says)
-    events = [event async for event in endpoints.grpc.Generate(pb.GenerateRequest(model=model, prompt="hi"))]
+    events = await endpoints.generate(pb.GenerateRequest(model=model, prompt="hi"))
     assert "".join(event.delta.text for event in events) == says
 
 
-async def test_other_endpoints_use_the_named_model(endpoints: Endpoints) -> None:
+async def test_other_endpoints_use_the_named_model(endpoints: Served) -> None:
     for model, most in (("first", 256), ("second", 512)):
         asked = {"model": model, "prompt": "hi"}
         assert (await endpoints.http.post("/tokenize", json=asked)).json()["max_model_len"] == most
-        assert (await endpoints.grpc.Tokenize(pb.TokenizeRequest(model=model, prompt="hi"))).max_context == most
+        assert (await endpoints.stub.Tokenize(pb.TokenizeRequest(model=model, prompt="hi"))).max_context == most
         rendered = (await endpoints.http.post("/v1/completions/render", json=asked)).json()
         assert rendered[0]["model"] == model
     long = [1] * 300
@@ -106,33 +79,30 @@ async def test_other_endpoints_use_the_named_model(endpoints: Endpoints) -> None
     assert rejected.json()["error"]["code"] == "context_length_exceeded"
 
 
-async def test_all_models_are_listed_and_the_default_is_the_routers_own(endpoints: Endpoints) -> None:
+async def test_all_models_are_listed_and_the_default_is_the_routers_own(endpoints: Served) -> None:
     assert [model.id async for model in endpoints.client.models.list()] == ["first", "second"]
     assert (await endpoints.client.models.retrieve("second")).id == "second"
-    listed = await endpoints.grpc.ListModels(pb.ListModelsRequest())
+    listed = await endpoints.stub.ListModels(pb.ListModelsRequest())
     assert [(model.id, model.max_context) for model in listed.models] == [("first", 256), ("second", 512)]
     answer = await endpoints.http.post("/v1/completions", json={"prompt": "hi"})
     assert answer.json()["model"] == "first"
 
 
-async def test_unknown_model_error_lists_the_models(endpoints: Endpoints) -> None:
+async def test_unknown_model_error_lists_the_models(endpoints: Served) -> None:
     said = "model 'third' is not served here; 'first' and 'second' are"
-    rejected = await endpoints.rejected("third")
+    rejected, by_grpc = await _rejected(endpoints, "third")
     assert (rejected.status_code, rejected.code, rejected.param) == (404, "model_not_found", "model")
     assert rejected.body["message"] == said  # type: ignore[index]
     with pytest.raises(openai.NotFoundError, match=said):
         await endpoints.client.models.retrieve("third")
-    by_grpc = await endpoints.rejected_by_grpc("third")
-    assert (by_grpc.code(), by_grpc.details()) == (grpc.StatusCode.NOT_FOUND, said)
+    assert (by_grpc.code, by_grpc.text) == (grpc.StatusCode.NOT_FOUND, said)
 
 
-async def test_unavailable_model_is_503_and_others_are_served(endpoints: Endpoints) -> None:
-    endpoints.served["second"].token_service = FakeTokenService(reject=ModelUnavailable("model 'second' has gone"))
-    rejected = await endpoints.rejected("second")
-    assert (rejected.status_code, rejected.code, rejected.response.headers["retry-after"]) == (
-        503, "model_unavailable", "1",
-    )  # fmt: skip
-    assert (await endpoints.rejected_by_grpc("second")).code() is grpc.StatusCode.UNAVAILABLE
+async def test_unavailable_model_is_503_and_others_are_served(endpoints: Served, second: Completions) -> None:
+    second.token_service = FakeTokenService(reject=ModelUnavailable("model 'second' has gone"))
+    rejected, by_grpc = await _rejected(endpoints, "second")
+    assert (rejected.status_code, rejected.code) == (503, "model_unavailable")
+    assert (rejected.response.headers["retry-after"], by_grpc.code) == ("1", grpc.StatusCode.UNAVAILABLE)
     answer = await endpoints.client.completions.create(model="first", prompt="hi")
     assert answer.choices[0].text == "one"
 

@@ -62,19 +62,15 @@ async def list_models(port: int, files: CertificateFiles) -> list[str]:
 
 async def test_grpc_endpoint_accepts_tls_only(completions: MakeCompletions, files: CertificateFiles) -> None:
     async with tls_endpoint(completions, files) as target:
-        assert await list_models(target.port, files) == ["tiny"]
+        async with tls_endpoint(completions, files) as other:  # several endpoints share one certificate
+            access = EndpointAccess(certificate=files.certificate, is_tls=True)
+            async with access.channel(f"127.0.0.1:{target.port},127.0.0.1:{other.port}") as channel:
+                answer = await InferenceStub(channel).ListModels(pb.ListModelsRequest(), timeout=10)
+        assert [model.id for model in answer.models] == ["tiny"]
         async with grpc.aio.insecure_channel(f"127.0.0.1:{target.port}") as channel:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await InferenceStub(channel).ListModels(pb.ListModelsRequest(), timeout=10)
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-
-
-async def test_several_endpoints_share_one_certificate(completions: MakeCompletions, files: CertificateFiles) -> None:
-    async with tls_endpoint(completions, files) as one, tls_endpoint(completions, files) as other:
-        access = EndpointAccess(certificate=files.certificate, is_tls=True)
-        async with access.channel(f"127.0.0.1:{one.port},127.0.0.1:{other.port}") as channel:
-            answer = await InferenceStub(channel).ListModels(pb.ListModelsRequest(), timeout=10)
-    assert [model.id for model in answer.models] == ["tiny"]
 
 
 async def test_replaced_certificate_is_used_by_grpc(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +12,9 @@ import pytest
 
 from cluster.bench.endpoints import open_endpoint
 from core.process.ports import free_port
-from core.types.request import SequenceRequest, choice_seed
 from core.wire.client_access import EndpointAccess
 from frontend.text.tokenizer import Tokenizer
-from tests.support.openai_door import USER, OpenAIEndpoint, open_openai_endpoint
+from tests.support.serving import USER, Served, serving
 from tests.support.tiny_service import MakeCompletions
 from tests.support.waiting import becomes, stays
 
@@ -29,7 +26,7 @@ def say(tokenizer: Tokenizer, text: str) -> Any:
     return lambda *_: ids
 
 
-async def test_load_generator_uses_either_endpoint(endpoint: OpenAIEndpoint) -> None:
+async def test_load_generator_uses_either_endpoint(endpoint: Served) -> None:
     open_one = str(endpoint.http.base_url).rstrip("/")
     for _ in range(6):
         async with open_endpoint(f"http://127.0.0.1:{free_port()},{open_one}", EndpointAccess()) as load:
@@ -37,7 +34,7 @@ async def test_load_generator_uses_either_endpoint(endpoint: OpenAIEndpoint) -> 
         assert sum(item for item in items if isinstance(item, int)) == 2
 
 
-async def test_models(endpoint: OpenAIEndpoint) -> None:
+async def test_models(endpoint: Served) -> None:
     models = await endpoint.client.models.list()
     assert [model.id for model in models.data] == ["tiny"]
     one = await endpoint.client.models.retrieve("tiny")
@@ -46,7 +43,7 @@ async def test_models(endpoint: OpenAIEndpoint) -> None:
         await endpoint.client.models.retrieve("gpt-9")
 
 
-async def test_chat(endpoint: OpenAIEndpoint, byte_level: Tokenizer) -> None:
+async def test_chat(endpoint: Served, byte_level: Tokenizer) -> None:
     endpoint.fake.script = say(byte_level, "Paris. 你好 🎉<|im_end|>")
     answer = await endpoint.client.chat.completions.create(model="tiny", messages=USER)
     (choice,) = answer.choices
@@ -64,7 +61,7 @@ async def test_chat(endpoint: OpenAIEndpoint, byte_level: Tokenizer) -> None:
     assert drafted and (drafted.accepted_prediction_tokens, drafted.rejected_prediction_tokens) == (2, 7)
 
 
-async def test_chat_streamed(endpoint: OpenAIEndpoint, byte_level: Tokenizer) -> None:
+async def test_chat_streamed(endpoint: Served, byte_level: Tokenizer) -> None:
     endpoint.fake.script = say(byte_level, "Paris. 你好 🎉<|im_end|>")
     stream = await endpoint.client.chat.completions.create(
         model="tiny", messages=USER, stream=True, stream_options={"include_usage": True}
@@ -82,7 +79,7 @@ async def test_chat_streamed(endpoint: OpenAIEndpoint, byte_level: Tokenizer) ->
     assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
 
 
-async def test_stream_bytes(endpoint: OpenAIEndpoint) -> None:
+async def test_stream_bytes(endpoint: Served) -> None:
     body = {"model": "tiny", "prompt": "abc", "max_tokens": 2, "stream": True}
     answer = await endpoint.http.post("/v1/completions", json=body)
     assert answer.headers["content-type"].startswith("text/event-stream")
@@ -94,7 +91,7 @@ async def test_stream_bytes(endpoint: OpenAIEndpoint) -> None:
     assert parsed[-1]["choices"][0]["finish_reason"] == "length"
 
 
-async def test_whole_and_streamed_answers_are_equal(endpoint: OpenAIEndpoint) -> None:
+async def test_whole_and_streamed_answers_are_equal(endpoint: Served) -> None:
     fields: dict[str, Any] = {"model": "tiny", "prompt": "The capital 你好", "max_tokens": 20, "stop": ["c", "好T"]}
     whole = await endpoint.client.completions.create(**fields)
     chunks = [chunk async for chunk in await endpoint.client.completions.create(**fields, stream=True)]
@@ -104,7 +101,7 @@ async def test_whole_and_streamed_answers_are_equal(endpoint: OpenAIEndpoint) ->
 
 
 @pytest.mark.parametrize("as_ids", [False, True])
-async def test_many_prompts_times_n(endpoint: OpenAIEndpoint, byte_level: Tokenizer, as_ids: bool) -> None:
+async def test_many_prompts_times_n(endpoint: Served, byte_level: Tokenizer, as_ids: bool) -> None:
     texts = ["ab", "xyz"]
     prompt: Any = [byte_level.encode(text) for text in texts] if as_ids else texts
     fields: dict[str, Any] = {"model": "tiny", "prompt": prompt, "max_tokens": 3, "n": 2}
@@ -121,7 +118,7 @@ async def test_many_prompts_times_n(endpoint: OpenAIEndpoint, byte_level: Tokeni
 
 
 @pytest.mark.parametrize("n", [1, 3])
-async def test_prompts_of_one_body_run_a_part_at_a_time(endpoint: OpenAIEndpoint, n: int) -> None:
+async def test_prompts_of_one_body_run_a_part_at_a_time(endpoint: Served, n: int) -> None:
     """The remaining prompts wait outside the router's queue, so an idle cluster rejects none of them."""
     most = 64 // n
     endpoint.fake.hang_after = 0
@@ -134,7 +131,7 @@ async def test_prompts_of_one_body_run_a_part_at_a_time(endpoint: OpenAIEndpoint
     assert len(answer.choices) == 200 * n and len(endpoint.fake.started) == 200
 
 
-async def test_best_of_returns_the_most_likely_choices(endpoint: OpenAIEndpoint, byte_level: Tokenizer) -> None:
+async def test_best_of_returns_the_most_likely_choices(endpoint: Served, byte_level: Tokenizer) -> None:
     """The best choice is also the longest, so it wins by the mean only. All choices that ran count as usage."""
     said = ["aa<|im_end|>", "bbb<|im_end|>", "c<|im_end|>", "ddddddddd<|im_end|>"]
     endpoint.fake.script = lambda request, choice: byte_level.encode(said[choice])
@@ -152,40 +149,7 @@ async def test_best_of_returns_the_most_likely_choices(endpoint: OpenAIEndpoint,
     assert [choice.text for choice in same.choices] == ["aa", "bbb"] * 2
 
 
-async def test_prompt_of_token_ids(endpoint: OpenAIEndpoint, byte_level: Tokenizer) -> None:
-    answer = await endpoint.client.completions.create(model="tiny", prompt=byte_level.encode("ab"), max_tokens=4)
-    assert answer.choices[0].text == "abab"
-
-
-async def test_echo(endpoint: OpenAIEndpoint, byte_level: Tokenizer) -> None:
-    fields: dict[str, Any] = {"model": "tiny", "max_tokens": 2, "echo": True}
-    ids = byte_level.encode("<|im_start|>ab")
-    for prompt in ("<|im_start|>ab", ids):
-        whole = await endpoint.client.completions.create(prompt=prompt, **fields)
-        assert whole.choices[0].text == "<|im_start|>aba"  # the special token of the answer is not shown
-        stream = await endpoint.client.completions.create(prompt=prompt, stream=True, **fields)
-        assert "".join([chunk.choices[0].text async for chunk in stream]) == "<|im_start|>aba"
-
-
-async def test_seeds(endpoint: OpenAIEndpoint, byte_level: Tokenizer) -> None:
-    def draw(request: SequenceRequest, choice: int) -> Sequence[int]:
-        return random.Random(choice_seed(request.sampling.seed, choice)).choices(range(100, 300), k=8)
-
-    endpoint.fake.script = draw
-
-    async def texts(seed: int | None, n: int = 1) -> list[str | None]:
-        answer = await endpoint.client.chat.completions.create(
-            model="tiny", messages=USER, seed=seed, n=n, max_tokens=8
-        )
-        return [choice.message.content for choice in answer.choices]
-
-    assert await texts(7) == await texts(7) != await texts(8)
-    assert await texts(None) != await texts(None)
-    first, second = await texts(7, n=2)
-    assert [first] == await texts(7) and first != second
-
-
-async def test_chat_logprobs(endpoint: OpenAIEndpoint, byte_level: Tokenizer) -> None:
+async def test_chat_logprobs(endpoint: Served, byte_level: Tokenizer) -> None:
     endpoint.fake.script = say(byte_level, "a𝄞")
     fields: dict[str, Any] = {"model": "tiny", "messages": USER, "max_tokens": 5, "logprobs": True, "top_logprobs": 2}
     whole = await endpoint.client.chat.completions.create(**fields)
@@ -204,7 +168,7 @@ async def test_chat_logprobs(endpoint: OpenAIEndpoint, byte_level: Tokenizer) ->
     assert without.choices[0].logprobs is None
 
 
-async def test_text_logprobs(endpoint: OpenAIEndpoint, byte_level: Tokenizer) -> None:
+async def test_text_logprobs(endpoint: Served, byte_level: Tokenizer) -> None:
     endpoint.fake.script = say(byte_level, "ab𝄞c")
     answer = await endpoint.client.completions.create(model="tiny", prompt="x", max_tokens=7, logprobs=1)
     logprobs = answer.choices[0].logprobs
@@ -215,39 +179,22 @@ async def test_text_logprobs(endpoint: OpenAIEndpoint, byte_level: Tokenizer) ->
     assert logprobs.top_logprobs is not None and logprobs.top_logprobs[0] == {"a": -0.5}
 
 
-async def test_extensions_reach_the_workers(endpoint: OpenAIEndpoint, byte_level: Tokenizer) -> None:
+async def test_extensions_reach_the_workers(endpoint: Served, byte_level: Tokenizer) -> None:
     extensions = {
-        "top_k": 5,
-        "min_p": 0.25,
-        "repetition_penalty": 1.5,
-        "stop_token_ids": [300],
-        "ignore_eos": True,
-        "min_tokens": 2,
-        "include_stop_str_in_output": True,
-        "skip_special_tokens": False,
-        "cache_salt": "acme",
-        "priority": -3,
-        "return_token_ids": True,
-        "allowed_token_ids": [300, 5],
+        "top_k": 5, "min_p": 0.25, "repetition_penalty": 1.5, "stop_token_ids": [300], "ignore_eos": True,
+        "min_tokens": 2, "seed": 7, "include_stop_str_in_output": True, "skip_special_tokens": False,
+        "cache_salt": "acme", "priority": -3, "return_token_ids": True, "allowed_token_ids": [300, 5],
         "bad_words": ["Paris", " of course"],
-    }
+    }  # fmt: skip
     answer = await endpoint.client.chat.completions.create(
-        model="tiny",
-        messages=USER,
-        max_completion_tokens=4,
-        max_tokens=99,
-        temperature=0.5,
-        top_p=0.5,
-        presence_penalty=0.5,
-        frequency_penalty=-0.5,
-        logit_bias={"11": -100, "2": 3},
-        extra_body=extensions,
-    )
+        model="tiny", messages=USER, max_completion_tokens=4, max_tokens=99, temperature=0.5, top_p=0.5,
+        presence_penalty=0.5, frequency_penalty=-0.5, logit_bias={"11": -100, "2": 3}, extra_body=extensions,
+    )  # fmt: skip
     (sent,) = endpoint.fake.started
     sampling = sent.sampling
     assert (sampling.top_k, sampling.min_p, sampling.repetition_penalty) == (5, 0.25, 1.5)
     assert (sampling.stop_token_ids, sampling.min_tokens, sampling.max_tokens) == ((300,), 2, 4)
-    assert (sampling.temperature, sampling.top_p) == (0.5, 0.5)
+    assert (sampling.temperature, sampling.top_p, sampling.seed) == (0.5, 0.5, 7)
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, -0.5)
     assert sampling.token_rules is not None
     assert sampling.token_rules.logit_bias == ((2, 3.0), (11, -100.0))
@@ -260,7 +207,7 @@ async def test_extensions_reach_the_workers(endpoint: OpenAIEndpoint, byte_level
     assert answer.choices[0].model_extra["token_ids"] == list(sent.token_ids[:4])
 
 
-async def test_token_ids_in_a_stream(endpoint: OpenAIEndpoint, byte_level: Tokenizer) -> None:
+async def test_token_ids_in_a_stream(endpoint: Served, byte_level: Tokenizer) -> None:
     body = {"prompt": "ab", "max_tokens": 3, "stream": True, "return_token_ids": True}
     answer = await endpoint.http.post("/v1/completions", json=body)
     choices = [json.loads(event[6:])["choices"][0] for event in answer.text.split("\n\n")[:-2]]
@@ -268,7 +215,7 @@ async def test_token_ids_in_a_stream(endpoint: OpenAIEndpoint, byte_level: Token
     assert [ids for choice in choices for ids in choice.get("token_ids", [])] == byte_level.encode("aba")
 
 
-async def test_ignored_fields_are_accepted(endpoint: OpenAIEndpoint, byte_level: Tokenizer) -> None:
+async def test_ignored_fields_are_accepted(endpoint: Served, byte_level: Tokenizer) -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     body = {
         "messages": [
@@ -308,7 +255,7 @@ async def test_ignored_fields_are_accepted(endpoint: OpenAIEndpoint, byte_level:
 
 async def test_special_tokens_default_like_vllm(byte_fallback_dir: Path, byte_fallback: Tokenizer) -> None:
     (bos,) = byte_fallback.encode("")
-    async with open_openai_endpoint(MakeCompletions(byte_fallback_dir, byte_fallback)) as endpoint:
+    async with serving(MakeCompletions(byte_fallback_dir, byte_fallback)()) as endpoint:
         for asked, expected in ((None, True), (True, True), (False, False)):
             body = {"prompt": "hi", "max_tokens": 1, "add_special_tokens": asked}
             answer = await endpoint.http.post("/v1/completions", json=body)
@@ -316,7 +263,7 @@ async def test_special_tokens_default_like_vllm(byte_fallback_dir: Path, byte_fa
             assert (endpoint.fake.started[-1].token_ids[0] == bos) is expected
 
 
-async def test_request_ids(endpoint: OpenAIEndpoint) -> None:
+async def test_request_ids(endpoint: Served) -> None:
     body = {"prompt": "a", "max_tokens": 1}
     answer = await endpoint.http.post("/v1/completions", json=body, headers={"X-Request-Id": "mine-1"})
     assert answer.headers["x-request-id"] == "mine-1" and answer.json()["id"] == "cmpl-mine-1"
@@ -328,7 +275,7 @@ async def test_request_ids(endpoint: OpenAIEndpoint) -> None:
         assert len(given) == 32
 
 
-async def test_health_hides_replica_counts(endpoint: OpenAIEndpoint) -> None:
+async def test_health_hides_replica_counts(endpoint: Served) -> None:
     answer = await endpoint.http.get("/health")
     assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
     endpoint.is_healthy = False
@@ -337,13 +284,13 @@ async def test_health_hides_replica_counts(endpoint: OpenAIEndpoint) -> None:
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/debug/routes/r1"])
-async def test_admin_endpoints_are_not_public(endpoint: OpenAIEndpoint, path: str) -> None:
+async def test_admin_endpoints_are_not_public(endpoint: Served, path: str) -> None:
     assert (await endpoint.http.get(path)).status_code == 404
 
 
 @pytest.mark.parametrize("together", [1, 3])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-async def test_running_usage(endpoint: OpenAIEndpoint, path: str, together: int) -> None:
+async def test_running_usage(endpoint: Served, path: str, together: int) -> None:
     """Each chunk has the usage of its choice so far; only with include_usage."""
     prompts: Any = {"messages": USER} if "chat" in path else {"prompt": ["hi", "hello"]}
     asked = {**prompts, "n": 2, "max_tokens": 6, "stream": True, "return_token_ids": True}

@@ -6,11 +6,9 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, closing
-from pathlib import Path
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack, ExitStack, closing
 from typing import Any
-from urllib.parse import urlsplit
 
 import openai
 import pytest
@@ -20,22 +18,15 @@ from pydantic import BaseModel
 from core.process.ports import free_port
 from core.types.constraints import ANY_OBJECT, GrammarKind
 from core.types.errors import ReplicaLost
-from frontend.access.access import Access
-from frontend.http.app import create_app
 from frontend.responses.api import HeldAnswer
 from frontend.responses.store import MAX_VALUE_BYTES, StoreBounds
 from frontend.responses.stored import StoredResponses
 from frontend.responses.turn import StoredTurn
 from frontend.responses.types import ResponsesBody
-from frontend.text.tokenizer import Tokenizer
 from tests.frontend.access.keys import access_with, issue
-from tests.support.fake_token_service import FakeTokenService
-from tests.support.http_server import serve_http
-from tests.support.plain_http import http_client
-from tests.support.sdk_clients import openai_client
-from tests.support.tiny_service import MakeCompletions
+from tests.support.serving import TEMPLATES, Serve, Served
 
-_HERMES = (Path(__file__).parent.parent / "chat" / "templates" / "hermes_tools.jinja").read_text()
+_HERMES = TEMPLATES["hermes_tools"]
 _THINKS = _HERMES + "{# </think> #}"
 _PARIS = '<tool_call>\n{"name": "Weather", "arguments": {"city": "Paris 🎉", "days": 3}}\n</tool_call>'
 _LYON = '<tool_call>\n{"name": "Weather", "arguments": {"city": "Lyon"}}\n</tool_call>'
@@ -56,68 +47,19 @@ _TOOL: Any = openai.pydantic_function_tool(Weather)
 _FUNCTION: Any = {"type": "function", **_TOOL["function"]}
 
 
-class Served:
-    """Endpoint with its fake service and clients."""
-
-    def __init__(self, fake: FakeTokenService, tokenizer: Tokenizer, address: str) -> None:
-        self.fake = fake
-        self.tokenizer = tokenizer
-        self.http = http_client(base_url=address)
-        self.address = address
-        self.place = (url := urlsplit(address)).hostname, url.port
-        self.clients: list[openai.AsyncOpenAI] = []
-        self.client = self.client_of("none")
-        self.responses = self.client.responses
-
-    def client_of(self, key: str) -> openai.AsyncOpenAI:
-        self.clients.append(openai_client(base_url=f"{self.address}/v1", api_key=key))
-        return self.clients[-1]
-
-    async def close(self) -> None:
-        await self.http.aclose()
-        for client in self.clients:
-            await client.close()
-
-    def say(self, *texts: str) -> None:
-        """Serve the next of these texts to each request."""
-        answers = [self.tokenizer.encode(f"{text}<|im_end|>") for text in texts]
-        started = len(self.fake.started)
-        self.fake.script = lambda *_: answers[min(len(self.fake.started) - started, len(answers)) - 1]
-
-    @property
-    def prompt(self) -> str:
-        """Last prompt, as the model saw it."""
-        return self.tokenizer.decode(self.fake.started[-1].token_ids, skip_special_tokens=False)
-
-    async def rejected(self, **body: Any) -> tuple[int, str | None, str]:
-        answer = await self.http.post("/v1/responses", json={"input": "hi", **body})
-        error = answer.json()["error"]
-        return answer.status_code, error["param"], error["message"]
-
-
-Serve = Callable[..., Any]
-
-
 @pytest.fixture
-def serve(completions: MakeCompletions, byte_level: Tokenizer) -> Serve:
-    @asynccontextmanager
-    async def served(
-        template: str = _THINKS,
-        *,
-        access: Access | None = None,
-        stored: StoredResponses | None = None,
-        has_grammars: bool = False,
-    ) -> AsyncIterator[Served]:
-        fake = FakeTokenService(max_context=4096)
-        service = completions(fake, chat_template=template, max_context=4096, has_grammars=has_grammars)
-        app = create_app(service, access=access or Access.anybody(), is_healthy=lambda: True, stored=stored)
-        async with serve_http(app) as (host, port):
-            made = Served(fake, byte_level, f"http://{host}:{port}")
-            yield made
-            await made.close()
-        service.close()
+async def served(serve: Serve) -> Served:
+    return await _served(serve)
 
-    return served
+
+async def _served(serve: Serve, template: str = _THINKS, **options: Any) -> Served:
+    return await serve(**{"chat_template": template, "max_context": 4096} | options)
+
+
+async def _rejected(served: Served, **body: Any) -> tuple[int, str | None, str]:
+    answer = await served.http.post("/v1/responses", json={"input": "hi", **body})
+    error = answer.json()["error"]
+    return answer.status_code, error["param"], error["message"]
 
 
 async def both(served: Served, **fields: Any) -> tuple[Response, Response, list[Any]]:
@@ -144,141 +86,126 @@ def kinds(events: list[Any]) -> list[str]:
     return [type for at, type in enumerate(told) if not at or type != told[at - 1]]
 
 
-async def test_text_whole_and_streamed(serve: Serve) -> None:
-    async with serve() as served:
-        served.say("Bonjour 🎉!")
-        whole, last, events = await both(
-            served, input="hi", instructions="Be brief.", metadata={"a": "b"}, temperature=0.5, max_output_tokens=30
-        )
-        assert same(whole) == same(last)
-        assert whole.id.startswith("resp_") and (whole.status, whole.output_text) == ("completed", "Bonjour 🎉!")
-        assert (whole.metadata, whole.instructions, whole.temperature) == ({"a": "b"}, "Be brief.", 0.5)
-        assert whole.usage and whole.usage.input_tokens == len(served.fake.started[0].token_ids)
-        assert whole.usage.input_tokens_details.cached_tokens == 3
-        assert whole.usage.total_tokens == whole.usage.input_tokens + whole.usage.output_tokens
-        assert "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhi<|im_end|>" in served.prompt
-        assert kinds(events) == [
-            "created", "in_progress", "output_item.added", "content_part.added", "output_text.delta",
-            "output_text.done", "content_part.done", "output_item.done", "completed",
-        ]  # fmt: skip
-        deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
-        assert len(deltas) > 3 and "".join(deltas) == "Bonjour 🎉!"
-        async with served.responses.stream(input="hi", model="tiny") as stream:
-            assert (await stream.get_final_response()).output_text == "Bonjour 🎉!"
+async def test_text_whole_and_streamed(served: Served) -> None:
+    served.say("Bonjour 🎉!")
+    whole, last, events = await both(
+        served, input="hi", instructions="Be brief.", metadata={"a": "b"}, temperature=0.5, max_output_tokens=30
+    )
+    assert same(whole) == same(last)
+    assert whole.id.startswith("resp_") and (whole.status, whole.output_text) == ("completed", "Bonjour 🎉!")
+    assert (whole.metadata, whole.instructions, whole.temperature) == ({"a": "b"}, "Be brief.", 0.5)
+    assert whole.usage and whole.usage.input_tokens == len(served.fake.started[0].token_ids)
+    assert whole.usage.input_tokens_details.cached_tokens == 3
+    assert whole.usage.total_tokens == whole.usage.input_tokens + whole.usage.output_tokens
+    assert "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhi<|im_end|>" in served.prompt
+    assert kinds(events) == [
+        "created", "in_progress", "output_item.added", "content_part.added", "output_text.delta",
+        "output_text.done", "content_part.done", "output_item.done", "completed",
+    ]  # fmt: skip
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert len(deltas) > 3 and "".join(deltas) == "Bonjour 🎉!"
+    async with served.responses.stream(input="hi", model="tiny") as stream:
+        assert (await stream.get_final_response()).output_text == "Bonjour 🎉!"
+    answer = await served.http.post("/v1/responses", json={"input": "hi", "stream": True})
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    for name, data in (block.split("\n") for block in answer.text.strip().split("\n\n")):
+        assert name.removeprefix("event: ") == json.loads(data.removeprefix("data: "))["type"]
 
 
-async def test_event_names(serve: Serve) -> None:
-    async with serve() as served:
-        served.say("Yes.")
-        answer = await served.http.post("/v1/responses", json={"input": "hi", "stream": True})
-        assert answer.headers["content-type"].startswith("text/event-stream")
-        for block in answer.text.strip().split("\n\n"):
-            name, data = block.split("\n")
-            assert name.removeprefix("event: ") == json.loads(data.removeprefix("data: "))["type"]
-
-
-async def test_calls_and_thinking(serve: Serve) -> None:
-    async with serve() as served:
-        served.say(f"<think>\nHm.\n</think>\n\nLet me look.\n{_PARIS}\n{_LYON}\n")
-        whole, last, events = await both(served, input="hi", tools=[_FUNCTION], reasoning={"summary": "auto"})
-        assert same(whole) == same(last)
-        thought, said, *calls = whole.output
-        assert thought.type == "reasoning" and thought.content and thought.content[0].text == "Hm."
-        assert said.type == "message" and whole.output_text == "Let me look."
-        assert whole.usage and whole.usage.output_tokens_details.reasoning_tokens > 3
-        made = [(call.name, json.loads(call.arguments)) for call in calls if call.type == "function_call"]
-        assert made == [("Weather", {"city": "Paris 🎉", "days": 3}), ("Weather", {"city": "Lyon"})]
-        a_part = ["content_part.done", "output_item.done", "output_item.added"]
-        a_call = ["function_call_arguments.delta", "function_call_arguments.done", "output_item.done"]
-        assert kinds(events) == [
-            "created", "in_progress",
-            "output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.done", *a_part,
-            "content_part.added", "output_text.delta", "output_text.done", *a_part,
-            *a_call, "output_item.added", *a_call, "completed",
-        ]  # fmt: skip
-        pieces = [event for event in events if event.type == "response.function_call_arguments.delta"]
-        assert len(pieces) > 10 and {piece.output_index for piece in pieces} == {2, 3}
-        served.fake.together = 4096  # all at once
-        together, last, _ = await both(served, input="hi", tools=[_FUNCTION], reasoning={"summary": "auto"})
-        assert same(together) == same(last) == same(whole), "however its tokens come"
-        async with served.responses.stream(input="hi", model="tiny", tools=[_FUNCTION]) as stream:
-            final = await stream.get_final_response()
-        assert [item.type for item in final.output] == ["reasoning", "message", "function_call", "function_call"]
+async def test_calls_and_thinking(served: Served) -> None:
+    served.say(f"<think>\nHm.\n</think>\n\nLet me look.\n{_PARIS}\n{_LYON}\n")
+    whole, last, events = await both(served, input="hi", tools=[_FUNCTION], reasoning={"summary": "auto"})
+    assert same(whole) == same(last)
+    thought, said, *calls = whole.output
+    assert thought.type == "reasoning" and thought.content and thought.content[0].text == "Hm."
+    assert said.type == "message" and whole.output_text == "Let me look."
+    assert whole.usage and whole.usage.output_tokens_details.reasoning_tokens > 3
+    made = [(call.name, json.loads(call.arguments)) for call in calls if call.type == "function_call"]
+    assert made == [("Weather", {"city": "Paris 🎉", "days": 3}), ("Weather", {"city": "Lyon"})]
+    a_part = ["content_part.done", "output_item.done", "output_item.added"]
+    a_call = ["function_call_arguments.delta", "function_call_arguments.done", "output_item.done"]
+    assert kinds(events) == [
+        "created", "in_progress",
+        "output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.done", *a_part,
+        "content_part.added", "output_text.delta", "output_text.done", *a_part,
+        *a_call, "output_item.added", *a_call, "completed",
+    ]  # fmt: skip
+    pieces = [event for event in events if event.type == "response.function_call_arguments.delta"]
+    assert len(pieces) > 10 and {piece.output_index for piece in pieces} == {2, 3}
+    served.fake.together = 4096  # all at once
+    together, last, _ = await both(served, input="hi", tools=[_FUNCTION], reasoning={"summary": "auto"})
+    assert same(together) == same(last) == same(whole), "however its tokens come"
+    async with served.responses.stream(input="hi", model="tiny", tools=[_FUNCTION]) as stream:
+        final = await stream.get_final_response()
+    assert [item.type for item in final.output] == ["reasoning", "message", "function_call", "function_call"]
 
 
 @pytest.mark.parametrize("by_id", [True, False], ids=["by id", "by items"])
-async def test_agent_turns(serve: Serve, by_id: bool) -> None:
+async def test_agent_turns(served: Served, by_id: bool) -> None:
     """The model sees the same prompt whether history is referenced by id or sent again."""
-    async with serve() as served:
-        served.say(f"<think>Hm.</think>Look.\n{_PARIS}{_LYON}", "It is sunny.")
-        fields: dict[str, Any] = {"model": "tiny", "tools": [_FUNCTION], "instructions": "Be brief."}
-        history: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "Is it?"}]}]
-        first = await served.responses.parse(input=history, **fields)
-        history += [item.to_dict() for item in first.output]
-        outputs = [
-            {
-                "type": "function_call_output",
-                "call_id": item.call_id,
-                "output": f"sunny in {item.parsed_arguments['city']}",
-            }
-            for item in first.output
-            if item.type == "function_call"
-        ]
-        if by_id:
-            second = await served.responses.create(input=outputs, previous_response_id=first.id, **fields)
-        else:
-            second = await served.responses.create(input=[*history, *outputs], store=False, **fields)
-        assert (second.output_text, second.previous_response_id) == ("It is sunny.", first.id if by_id else None)
-        assert served.prompt.startswith("<|im_start|>system\nBe brief.\n\n# Tools")
-        assert served.prompt.endswith(
-            "</tool_call><|im_end|>\n<|im_start|>user\nIs it?<|im_end|>\n"
-            f"<|im_start|>assistant\nLook.\n{_PARIS}\n{_LYON}<|im_end|>\n<|im_start|>user\n"
-            "<tool_response>\nsunny in Paris 🎉\n</tool_response>\n<tool_response>\n"
-            "sunny in Lyon\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
-        ), served.prompt
+    served.say(f"<think>Hm.</think>Look.\n{_PARIS}{_LYON}", "It is sunny.")
+    fields: dict[str, Any] = {"model": "tiny", "tools": [_FUNCTION], "instructions": "Be brief."}
+    history: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "Is it?"}]}]
+    first = await served.responses.parse(input=history, **fields)
+    history += [item.to_dict() for item in first.output]
+    calls = [item for item in first.output if item.type == "function_call"]
+    outputs: list[Any] = [
+        {"type": "function_call_output", "call_id": call.call_id, "output": f"sunny in {call.parsed_arguments['city']}"}
+        for call in calls
+    ]
+    if by_id:
+        second = await served.responses.create(input=outputs, previous_response_id=first.id, **fields)
+    else:
+        second = await served.responses.create(input=[*history, *outputs], store=False, **fields)
+    assert (second.output_text, second.previous_response_id) == ("It is sunny.", first.id if by_id else None)
+    assert served.prompt.startswith("<|im_start|>system\nBe brief.\n\n# Tools")
+    assert served.prompt.endswith(
+        "</tool_call><|im_end|>\n<|im_start|>user\nIs it?<|im_end|>\n"
+        f"<|im_start|>assistant\nLook.\n{_PARIS}\n{_LYON}<|im_end|>\n<|im_start|>user\n"
+        "<tool_response>\nsunny in Paris 🎉\n</tool_response>\n<tool_response>\n"
+        "sunny in Lyon\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    ), served.prompt
 
 
-async def test_items_are_referenced_by_id(serve: Serve) -> None:
+async def test_items_are_referenced_by_id(served: Served) -> None:
     """Vercel's AI SDK sends items back in this form."""
-    async with serve() as served:
-        served.say(f"Look.\n{_PARIS}", "It is sunny.", "Yes.")
-        first = await served.responses.create(input="Is it?", tools=[_FUNCTION])
-        call: Any = first.output[1]
-        history: list[Any] = [
-            {"role": "user", "content": "Is it?"},
-            *({"type": "item_reference", "id": item.id} for item in first.output),
-            {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"},
-        ]
-        second = await served.responses.create(input=history, tools=[_FUNCTION])
-        assert f"<|im_start|>assistant\nLook.\n{_PARIS}<|im_end|>" in served.prompt
-        assert "<tool_response>\nsunny\n" in served.prompt
-        await served.responses.delete(first.id)
-        third = await served.responses.create(input="Sure?", previous_response_id=second.id)
-        assert third.output_text == "Yes." and "Look." in served.prompt, "referenced items are stored with the response"
-        for id in (call.id, "msg_1", f"{second.output[0].id}9"):
-            with pytest.raises(openai.NotFoundError) as caught:
-                await served.responses.create(input=[{"type": "item_reference", "id": id}])
-            assert caught.value.code == "response_not_found" and str(caught.value.param).startswith("input")
-        large = await served.responses.create(input="x" * 3000, max_output_tokens=9)
-        (item,) = (await served.responses.input_items.list(large.id)).data
-        ids = [f"msg_{number:032x}_0" for number in range(65)]
-        for many, why in (([item.id] * 4096, "exceeds 10485760 bytes"),
-                          (ids, "refer to 65 responses")):  # fmt: skip
-            rejected = await served.rejected(input=[{"type": "item_reference", "id": id} for id in many])
-            assert rejected[:2] == (400, "input") and why in rejected[2]
+    served.say(f"Look.\n{_PARIS}", "It is sunny.", "Yes.")
+    first = await served.responses.create(input="Is it?", tools=[_FUNCTION])
+    call: Any = first.output[1]
+    history: list[Any] = [
+        {"role": "user", "content": "Is it?"},
+        *({"type": "item_reference", "id": item.id} for item in first.output),
+        {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"},
+    ]
+    second = await served.responses.create(input=history, tools=[_FUNCTION])
+    assert f"<|im_start|>assistant\nLook.\n{_PARIS}<|im_end|>" in served.prompt
+    assert "<tool_response>\nsunny\n" in served.prompt
+    await served.responses.delete(first.id)
+    third = await served.responses.create(input="Sure?", previous_response_id=second.id)
+    assert third.output_text == "Yes." and "Look." in served.prompt, "referenced items are stored with the response"
+    for id in (call.id, "msg_1", f"{second.output[0].id}9"):
+        with pytest.raises(openai.NotFoundError) as caught:
+            await served.responses.create(input=[{"type": "item_reference", "id": id}])
+        assert caught.value.code == "response_not_found" and str(caught.value.param).startswith("input")
+    large = await served.responses.create(input="x" * 3000, max_output_tokens=9)
+    (item,) = (await served.responses.input_items.list(large.id)).data
+    ids = [f"msg_{number:032x}_0" for number in range(65)]
+    for many, why in (([item.id] * 4096, "exceeds 10485760 bytes"),
+                      (ids, "refer to 65 responses")):  # fmt: skip
+        rejected = await _rejected(served, input=[{"type": "item_reference", "id": id} for id in many])
+        assert rejected[:2] == (400, "input") and why in rejected[2]
 
 
-async def test_items_hidden_from_the_model_are_not_stored(serve: Serve) -> None:
+async def test_items_hidden_from_the_model_are_not_stored(served: Served) -> None:
     """Otherwise a stored request could exceed any context."""
-    async with serve() as served:
-        unseen, thought = ({"type": "reasoning", "summary": [{"type": "summary_text", "text": text}]} for text in "xy")
-        said = {"role": "assistant", "content": "c"}
-        items: Any = [unseen, {"role": "user", "content": "a"}, thought, said, unseen, unseen]
-        first = await served.responses.create(input=items, max_output_tokens=9)
-        second = await served.responses.create(input=items[1:2], previous_response_id=first.id, max_output_tokens=9)
-        for response, told in ((first, [*"ayc"]), (second, [*"ayc", first.output_text, "a"])):
-            listed = (await served.responses.input_items.list(response.id, order="asc")).data
-            assert [item.content[0].text for item in listed] == told  # type: ignore[union-attr,index]
+    unseen, thought = ({"type": "reasoning", "summary": [{"type": "summary_text", "text": text}]} for text in "xy")
+    said = {"role": "assistant", "content": "c"}
+    items: Any = [unseen, {"role": "user", "content": "a"}, thought, said, unseen, unseen]
+    first = await served.responses.create(input=items, max_output_tokens=9)
+    second = await served.responses.create(input=items[1:2], previous_response_id=first.id, max_output_tokens=9)
+    for response, told in ((first, [*"ayc"]), (second, [*"ayc", first.output_text, "a"])):
+        listed = (await served.responses.input_items.list(response.id, order="asc")).data
+        assert [item.content[0].text for item in listed] == told  # type: ignore[union-attr,index]
 
 
 async def test_large_responses_hold_memory_until_sent(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,14 +220,15 @@ async def test_large_responses_hold_memory_until_sent(serve: Serve, monkeypatch:
     stored = StoredResponses.in_memory(StoreBounds(max_bytes=2**26, ttl_s=1000))
     large = {"response": {"output": []}, "input": [{"id": "a", "text": "x" * (MAX_VALUE_BYTES - 100)}]}
     assert await stored.put(key.key.tenant, "resp_a", json.dumps(large).encode())
-    async with serve(access=access_with(key), stored=stored) as served, AsyncExitStack() as clients:
+    served = await _served(serve, access=access_with(key), stored=stored)
+    async with AsyncExitStack() as clients:
         headers, path = {"authorization": key.header}, "/v1/responses/resp_a/input_items"
         readers, loop = list[socket.socket](), asyncio.get_running_loop()
         for _ in range(8):
             readers.append(clients.enter_context(socket.socket()))
             readers[-1].setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             readers[-1].setblocking(False)
-            await loop.sock_connect(readers[-1], served.place)
+            await loop.sock_connect(readers[-1], served.address)
             request = f"GET {path} HTTP/1.1\r\nhost: x\r\nauthorization: {key.header}\r\n\r\n"
             await loop.sock_sendall(readers[-1], request.encode())
             assert await loop.sock_recv(readers[-1], 15) == b"HTTP/1.1 200 OK"
@@ -330,64 +258,68 @@ async def test_slow_reader_is_cut_off() -> None:
     assert is_over.is_closed and all(message.get("more_body", True) for message in sent) and len(sent) == 3
 
 
-async def test_stored_response_is_read_and_deleted(serve: Serve) -> None:
-    async with serve() as served:
-        served.say("One.", "Two.", "Three.")
-        first = await served.responses.create(input="a", user="ann")
-        second = await served.responses.create(input="b", previous_response_id=first.id)
-        assert (await served.responses.retrieve(second.id)).to_dict() == second.to_dict()
-        items = [item async for item in served.responses.input_items.list(second.id, order="asc", limit=2)]
-        told = [(getattr(item, "role", ""), item.content[0].text) for item in items if item.type == "message"]
-        assert told == [("user", "a"), ("assistant", "One."), ("user", "b")]
-        page = await served.responses.input_items.list(second.id, after=items[2].id, limit=1)
-        assert ([item.id for item in page.data], page.has_more) == ([items[1].id], True)
-        await served.responses.delete(first.id)
-        # Includes the whole history.
-        third = await served.responses.create(input="c", previous_response_id=second.id)
-        assert "a<|im_end|>" in served.prompt and "One.<|im_end|>" in served.prompt and third.output_text == "Three."
-        for ask in (served.responses.retrieve, served.responses.delete, served.responses.input_items.list):
-            with pytest.raises(openai.NotFoundError, match=f"response '{first.id}' not found"):
-                await ask(first.id)
-        with pytest.raises(openai.NotFoundError, match="previous_response_id: response") as caught:
-            await served.responses.create(input="d", previous_response_id=first.id)
-        assert (caught.value.param, caught.value.code) == ("previous_response_id", "response_not_found")
-        not_kept = await served.responses.create(input="e", store=False)
-        assert (not_kept.to_dict()["store"], second.to_dict()["store"]) == (False, True)
-        with pytest.raises(openai.NotFoundError):
-            await served.responses.retrieve(not_kept.id)
-        for query, param in (({"limit": 101}, "limit"), ({"order": "up"}, "order")):
-            answer = await served.http.get(f"/v1/responses/{second.id}/input_items", params=query)
-            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
-        answer = await served.http.get(f"/v1/responses/{second.id}", params={"stream": "true"})
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stream")
+async def test_stored_response_is_read_and_deleted(served: Served) -> None:
+    served.say("One.", "Two.", "Three.")
+    first = await served.responses.create(input="a", user="ann")
+    second = await served.responses.create(input="b", previous_response_id=first.id)
+    assert (await served.responses.retrieve(second.id)).to_dict() == second.to_dict()
+    items = [item async for item in served.responses.input_items.list(second.id, order="asc", limit=2)]
+    told = [(getattr(item, "role", ""), item.content[0].text) for item in items if item.type == "message"]
+    assert told == [("user", "a"), ("assistant", "One."), ("user", "b")]
+    page = await served.responses.input_items.list(second.id, after=items[2].id, limit=1)
+    assert ([item.id for item in page.data], page.has_more) == ([items[1].id], True)
+    await served.responses.delete(first.id)
+    # Includes the whole history.
+    third = await served.responses.create(input="c", previous_response_id=second.id)
+    assert "a<|im_end|>" in served.prompt and "One.<|im_end|>" in served.prompt and third.output_text == "Three."
+    for ask in (
+        served.responses.retrieve,
+        served.responses.delete,
+        served.responses.input_items.list,
+    ):
+        with pytest.raises(openai.NotFoundError, match=f"response '{first.id}' not found"):
+            await ask(first.id)
+    with pytest.raises(openai.NotFoundError, match="previous_response_id: response") as caught:
+        await served.responses.create(input="d", previous_response_id=first.id)
+    assert (caught.value.param, caught.value.code) == ("previous_response_id", "response_not_found")
+    not_kept = await served.responses.create(input="e", store=False)
+    assert (not_kept.to_dict()["store"], second.to_dict()["store"]) == (False, True)
+    with pytest.raises(openai.NotFoundError):
+        await served.responses.retrieve(not_kept.id)
+    for query, param in (({"limit": 101}, "limit"), ({"order": "up"}, "order")):
+        answer = await served.http.get(f"/v1/responses/{second.id}/input_items", params=query)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    answer = await served.http.get(f"/v1/responses/{second.id}", params={"stream": "true"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stream")
 
 
 async def test_stored_responses_are_isolated_by_tenant(serve: Serve) -> None:
     ours, theirs, beside = issue("acme"), issue("other"), issue("acme")
-    async with serve(access=access_with(ours, theirs, beside)) as served:
-        served.say("One.")
-        mine, pending_peer, colleague = (served.client_of(one.secret).responses for one in (ours, theirs, beside))
-        first = await mine.create(input="a")
-        assert (await colleague.retrieve(first.id)).id == first.id
-        unknown = first.id[:-8] + "00000000"
-        calls: list[Callable[[str], Awaitable[Any]]] = [
-            pending_peer.retrieve, pending_peer.delete, pending_peer.input_items.list,
-            lambda id: pending_peer.create(input="b", previous_response_id=id),
-        ]  # fmt: skip
-        for call in calls:
-            said = set()
-            for id in (first.id, unknown):
-                with pytest.raises(openai.NotFoundError) as caught:
-                    await call(id)
-                said.add(str(caught.value.body).replace(id, "ID"))
-            assert len(said) == 1, "another tenant cannot tell whether it exists"
-        assert (await mine.retrieve(first.id)).output_text == "One."
+    served = await _served(serve, access=access_with(ours, theirs, beside))
+    served.say("One.")
+    mine, pending_peer, colleague = (served.openai(one).responses for one in (ours, theirs, beside))
+    first = await mine.create(input="a")
+    assert (await colleague.retrieve(first.id)).id == first.id
+    unknown = first.id[:-8] + "00000000"
+    calls: list[Callable[[str], Awaitable[Any]]] = [
+        pending_peer.retrieve, pending_peer.delete, pending_peer.input_items.list,
+        lambda id: pending_peer.create(input="b", previous_response_id=id),
+    ]  # fmt: skip
+    for call in calls:
+        said = set()
+        for id in (first.id, unknown):
+            with pytest.raises(openai.NotFoundError) as caught:
+                await call(id)
+            said.add(str(caught.value.body).replace(id, "ID"))
+        assert len(said) == 1, "another tenant cannot tell whether it exists"
+    assert (await mine.retrieve(first.id)).output_text == "One."
 
 
 async def test_answers_continue_without_the_store(serve: Serve) -> None:
     nowhere = f"redis://127.0.0.1:{free_port('127.0.0.1')}/0"
     away = StoredResponses.in_redis(nowhere, name="d", key=bytes(32), bounds=_BOUNDS)
-    async with serve(stored=away) as served, asyncio.timeout(20):
+    served = await _served(serve, stored=away)
+    async with asyncio.timeout(20):
         served.say("One.")
         whole, last, events = await both(served, input="a")
         assert [one.to_dict()["store"] for one in (whole, last, events[0].response)] == [False, False, True]
@@ -402,87 +334,84 @@ async def test_answers_continue_without_the_store(serve: Serve) -> None:
             assert (caught.value.status_code, caught.value.code) == (503, "store_unavailable")
     await away.close()
     off = StoredResponses.in_redis(nowhere, name="d", key=bytes(32), bounds=StoreBounds(max_bytes=0, ttl_s=1))
-    async with serve(stored=off) as served:
-        served.say("One.")
-        assert (await served.responses.create(input="a")).to_dict()["store"] is False
+    served = await _served(serve, stored=off)
+    served.say("One.")
+    assert (await served.responses.create(input="a")).to_dict()["store"] is False
 
 
-async def test_broken_call_is_text(serve: Serve) -> None:
+async def test_broken_call_is_text(served: Served) -> None:
     """In a whole response it is text. A stream has sent part of a call by then, and ends the item as incomplete."""
-    async with serve() as served:
-        served.say(f"Well. {_BROKEN} so")
-        whole, last, events = await both(served, input="hi", tools=[_FUNCTION])
-        assert same(whole) == same(last) and whole.output_text == f"Well. {_BROKEN} so"
-        assert {item.type for item in whole.output} == {"message"}
-        (ended,) = [
-            event.item
-            for event in events
-            if event.type == "response.output_item.done" and event.item.type == "function_call"
-        ]
-        assert (ended.status, ended.arguments) == ("incomplete", '{"city": ')
-        said = "".join(event.delta for event in events if event.type == "response.output_text.delta")
-        assert said == "Well.oh}} </tool_call> so", "space goes with a call"
-        async with served.responses.stream(input="hi", model="tiny", tools=[_FUNCTION]) as stream:
-            assert (await stream.get_final_response()).output_text == whole.output_text
+    served.say(f"Well. {_BROKEN} so")
+    whole, last, events = await both(served, input="hi", tools=[_FUNCTION])
+    assert same(whole) == same(last) and whole.output_text == f"Well. {_BROKEN} so"
+    assert {item.type for item in whole.output} == {"message"}
+    (ended,) = [
+        event.item
+        for event in events
+        if event.type == "response.output_item.done" and event.item.type == "function_call"
+    ]
+    assert (ended.status, ended.arguments) == ("incomplete", '{"city": ')
+    said = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert said == "Well.oh}} </tool_call> so", "space goes with a call"
+    async with served.responses.stream(input="hi", model="tiny", tools=[_FUNCTION]) as stream:
+        assert (await stream.get_final_response()).output_text == whole.output_text
 
 
-async def test_truncated_answer_is_incomplete(serve: Serve) -> None:
-    async with serve() as served:
-        for text, kind in (
-            ("One two three four", "message"),
-            ("<think>One two three four", "reasoning"),
-            ("", "message"),
-        ):
-            served.say(text)
-            whole, last, events = await both(served, input="hi", max_output_tokens=12 if text else 1)
-            assert same(whole) == same(last)
-            is_cut = bool(text)
-            assert whole.status == ("incomplete" if is_cut else "completed") == last.status
-            assert events[-1].type == f"response.{whole.status}"
-            assert (whole.incomplete_details and whole.incomplete_details.reason) == (
-                "max_output_tokens" if is_cut else None
-            )
-            (item,) = whole.output
-            assert (item.type, item.status) == (kind, whole.status)  # type: ignore[union-attr]
-        served.say(_PARIS)
-        whole, last, _ = await both(served, input="hi", tools=[_FUNCTION], max_output_tokens=60)
-        assert same(whole) == same(last) and whole.status == "incomplete"
-        (call,) = whole.output
-        assert call.type == "function_call" and call.status == "incomplete", "a call that is cut off remains one"
-        assert call.arguments and call.arguments in _PARIS
+async def test_truncated_answer_is_incomplete(served: Served) -> None:
+    for text, kind in (
+        ("One two three four", "message"),
+        ("<think>One two three four", "reasoning"),
+        ("", "message"),
+    ):
+        served.say(text)
+        whole, last, events = await both(served, input="hi", max_output_tokens=12 if text else 1)
+        assert same(whole) == same(last)
+        is_cut = bool(text)
+        assert whole.status == ("incomplete" if is_cut else "completed") == last.status
+        assert events[-1].type == f"response.{whole.status}"
+        assert (whole.incomplete_details and whole.incomplete_details.reason) == (
+            "max_output_tokens" if is_cut else None
+        )
+        (item,) = whole.output
+        assert (item.type, item.status) == (kind, whole.status)  # type: ignore[union-attr]
+    served.say(_PARIS)
+    whole, last, _ = await both(served, input="hi", tools=[_FUNCTION], max_output_tokens=60)
+    assert same(whole) == same(last) and whole.status == "incomplete"
+    (call,) = whole.output
+    assert call.type == "function_call" and call.status == "incomplete", "a call that is cut off remains one"
+    assert call.arguments and call.arguments in _PARIS
 
 
-async def test_failed_stream_ends_with_an_event(serve: Serve) -> None:
-    async with serve() as served:
-        served.say("One two three")
-        served.fake.fail_after = (4, ReplicaLost("decode-0 is gone"))
-        events = [event async for event in await served.responses.create(input="hi", stream=True)]
-        failed = events[-1]
-        assert [event.sequence_number for event in events] == [*range(len(events))]
-        assert (failed.type, failed.response.status) == ("response.failed", "failed")
-        assert [event.response.model_extra["store"] for event in (events[0], failed)] == [True, False]
-        assert (failed.response.error.code, failed.response.error.message) == ("server_error", "decode-0 is gone")
-        assert failed.response.output[0].status == "incomplete" and "One two".startswith(failed.response.output_text)
-        with pytest.raises(openai.InternalServerError, match="decode-0 is gone"):
-            await served.responses.create(input="hi")
-        served.fake.fail_after = (0, ReplicaLost("decode-0 is gone"))
-        # Nothing had been sent, so the real status is returned.
-        with pytest.raises(openai.InternalServerError, match="decode-0 is gone"):
-            await served.responses.create(input="hi", stream=True)
+async def test_failed_stream_ends_with_an_event(served: Served) -> None:
+    served.say("One two three")
+    served.fake.fail_after = (4, ReplicaLost("decode-0 is gone"))
+    events = [event async for event in await served.responses.create(input="hi", stream=True)]
+    failed = events[-1]
+    assert [event.sequence_number for event in events] == [*range(len(events))]
+    assert (failed.type, failed.response.status) == ("response.failed", "failed")
+    assert [event.response.model_extra["store"] for event in (events[0], failed)] == [True, False]
+    assert (failed.response.error.code, failed.response.error.message) == ("server_error", "decode-0 is gone")
+    assert failed.response.output[0].status == "incomplete" and "One two".startswith(failed.response.output_text)
+    with pytest.raises(openai.InternalServerError, match="decode-0 is gone"):
+        await served.responses.create(input="hi")
+    served.fake.fail_after = (0, ReplicaLost("decode-0 is gone"))
+    # Nothing had been sent, so the real status is returned.
+    with pytest.raises(openai.InternalServerError, match="decode-0 is gone"):
+        await served.responses.create(input="hi", stream=True)
 
 
 async def test_answer_in_a_format(serve: Serve) -> None:
-    async with serve(_HERMES, has_grammars=True) as served:
-        served.say('{"city": "Rome", "days": 2}')
-        parsed = await served.responses.parse(model="tiny", input="hi", text_format=Weather)
-        assert parsed.output_parsed == Weather(city="Rome", days=2)
-        grammar = served.fake.started[-1].grammar
-        assert grammar and json.loads(grammar.text)["properties"].keys() == {"city", "days"}
-        async with served.responses.stream(model="tiny", input="hi", text_format=Weather) as stream:
-            assert (await stream.get_final_response()).output_parsed == Weather(city="Rome", days=2)
-        bad = {"type": "json_schema", "name": "x", "strict": True, "schema": {"type": "nonsense"}}
-        status, param, message = await served.rejected(text={"format": bad})
-        assert (status, param) == (400, "text.format") and message.startswith("text.format"), message
+    served = await _served(serve, _HERMES, has_grammars=True)
+    served.say('{"city": "Rome", "days": 2}')
+    parsed = await served.responses.parse(model="tiny", input="hi", text_format=Weather)
+    assert parsed.output_parsed == Weather(city="Rome", days=2)
+    grammar = served.fake.started[-1].grammar
+    assert grammar and json.loads(grammar.text)["properties"].keys() == {"city", "days"}
+    async with served.responses.stream(model="tiny", input="hi", text_format=Weather) as stream:
+        assert (await stream.get_final_response()).output_parsed == Weather(city="Rome", days=2)
+    bad = {"type": "json_schema", "name": "x", "strict": True, "schema": {"type": "nonsense"}}
+    status, param, message = await _rejected(served, text={"format": bad})
+    assert (status, param) == (400, "text.format") and message.startswith("text.format"), message
 
 
 class FakeHold:
@@ -547,19 +476,18 @@ def test_instructions_precede_the_input(role: str) -> None:
     assert _asked(input=[first], instructions="a").prompt.messages == ({"role": "system", "content": "a"}, first)
 
 
-async def test_logprobs_of_the_text(serve: Serve) -> None:
-    async with serve() as served:
-        served.say("<think>Hm</think>Yes 🎉")
-        include: Any = ["message.output_text.logprobs", "reasoning.encrypted_content"]
-        whole, last, events = await both(served, input="hi", include=include, top_logprobs=1)
-        assert same(whole) == same(last)
-        message = whole.output[-1]
-        assert message.type == "message" and message.content[0].type == "output_text"
-        logprobs = message.content[0].logprobs or []
-        assert bytes(byte for one in logprobs for byte in one.bytes).startswith("Yes 🎉".encode())
-        assert all((one.logprob, len(one.top_logprobs)) == (-0.5, 1) for one in logprobs)
-        deltas = [event for event in events if event.type == "response.output_text.delta"]
-        assert [one.token for event in deltas for one in event.logprobs] == [one.token for one in logprobs]
+async def test_logprobs_of_the_text(served: Served) -> None:
+    served.say("<think>Hm</think>Yes 🎉")
+    include: Any = ["message.output_text.logprobs", "reasoning.encrypted_content"]
+    whole, last, events = await both(served, input="hi", include=include, top_logprobs=1)
+    assert same(whole) == same(last)
+    message = whole.output[-1]
+    assert message.type == "message" and message.content[0].type == "output_text"
+    logprobs = message.content[0].logprobs or []
+    assert bytes(byte for one in logprobs for byte in one.bytes).startswith("Yes 🎉".encode())
+    assert all((one.logprob, len(one.top_logprobs)) == (-0.5, 1) for one in logprobs)
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    assert [one.token for event in deltas for one in event.logprobs] == [one.token for one in logprobs]
 
 
 _REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
@@ -590,33 +518,23 @@ _REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
 
 
 async def test_invalid_requests_are_rejected_by_name(serve: Serve) -> None:
-    async with serve(has_grammars=True) as served:
-        for case, (body, param, message) in _REFUSED.items():
-            status, named, said = await served.rejected(**body)
-            assert (status, named) == (400, param) and message in said and "\n" not in said, (case, named, said)
-        assert not served.fake.started
-        body = {"input": "hi", "mood": 1, "text": {"verbosity": "low"}, "max_output_tokens": 1.0,
-                "context_management": [{"type": "compaction"}]}  # fmt: skip
-        answer = await served.http.post("/v1/responses", json=body)
-        assert answer.headers["x-ignored-fields"] == "mood, context_management, text.verbosity"
+    served = await _served(serve, has_grammars=True)
+    for case, (body, param, message) in _REFUSED.items():
+        status, named, said = await _rejected(served, **body)
+        assert (status, named) == (400, param) and message in said and "\n" not in said, (case, named, said)
+    assert not served.fake.started
+    body = {"input": "hi", "mood": 1, "text": {"verbosity": "low"}, "max_output_tokens": 1.0,
+            "context_management": [{"type": "compaction"}]}  # fmt: skip
+    answer = await served.http.post("/v1/responses", json=body)
+    assert answer.headers["x-ignored-fields"] == "mood, context_management, text.verbosity"
 
 
-async def test_agent_requests_are_accepted(serve: Serve) -> None:
+async def test_agent_requests_are_accepted(served: Served) -> None:
     """Requests of openai-agents 0.24's OpenAIResponsesModel, with its defaults and with user settings."""
-    async with serve() as served:
-        served.say("Yes.")
-        answer = await served.responses.create(
-            input=[{"content": "hi", "role": "user"}],
-            model="tiny",
-            include=[],
-            tools=[],
-            instructions="Be brief.",
-            text={"format": {"type": "text"}},
-            store=False,
-            truncation="disabled",
-            prompt_cache_retention="24h",
-            reasoning={"effort": None, "summary": "auto"},
-            metadata={"trace": "1"},
-            service_tier="auto",
-        )
-        assert answer.output_text == "Yes."
+    served.say("Yes.")
+    answer = await served.responses.create(
+        input=[{"content": "hi", "role": "user"}], model="tiny", include=[], tools=[], instructions="Be brief.",
+        text={"format": {"type": "text"}}, store=False, truncation="disabled", prompt_cache_retention="24h",
+        reasoning={"effort": None, "summary": "auto"}, metadata={"trace": "1"}, service_tier="auto",
+    )  # fmt: skip
+    assert answer.output_text == "Yes."

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from frontend.structured_output.json_schema import without_look_around
 from frontend.text.answer_reader import AnswerReader
 from frontend.text.completion_request import CompletionRequest
 from frontend.text.tokenizer import Tokenizer
+from tests.support.masks import accepts
 
 _CITY = {
     "type": "object",
@@ -65,12 +65,7 @@ def _accepts(
     grammar = bound_answer(request, output_format, prompt)
     assert grammar is not None
     (end,) = tokenizer.encode("<|im_end|>")
-    mask, ids = compiler.compile(grammar).mask([end]), [*tokenizer.encode(text), end]
-    return all(_has(mask.allowed(ids[:number], 0), token) for number, token in enumerate(ids))
-
-
-def _has(words: Sequence[int], token: int) -> bool:
-    return bool(int(words[token >> 5]) >> (token & 31) & 1)
+    return accepts(compiler.compile(grammar), tokenizer.encode(text), end)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from frontend.structured_output.constrained_answer import bound_answer
 from frontend.structured_output.special_tokens import SpecialTokens
 from frontend.text.completion_request import CompletionRequest
 from frontend.text.tokenizer import Tokenizer
+from tests.support.masks import is_allowed
 
 _ADDED = ("<tool_call>", "</tool_call>", "<think>", "</think>", "<|call|>")
 _CALL = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
@@ -52,17 +52,13 @@ def _accepts(model_dir: Path, grammar: Grammar, text: str, *, is_spelt: bool, th
     tokens = {i: tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size) if not (is_spelt and i in apart)}
     while left:  # longest allowed token first
         words = mask.allowed(said, 0)
-        known = [token for token, text in tokens.items() if text and left.startswith(text) and _has(words, token)]
+        known = [token for token, text in tokens.items() if text and left.startswith(text) and is_allowed(words, token)]
         if not known:
             return False
         said.append(max(known, key=lambda token: len(tokens[token])))
         left = left[len(tokens[said[-1]]) :]
     assert is_spelt is not bool(apart & {*said}), "its markers are not what they were to be"
-    return _has(mask.allowed(said, 0), end)
-
-
-def _has(words: Sequence[int], token: int) -> bool:
-    return bool(int(words[token >> 5]) >> (token & 31) & 1)
+    return is_allowed(mask.allowed(said, 0), end)
 
 
 def _tags(form: Any) -> Grammar:
@@ -82,10 +78,8 @@ def _triggered(trigger: str, *tags: dict[str, Any]) -> Grammar:
     ("grammar", "text"),
     [
         (Grammar(kind=GrammarKind.JSON_SCHEMA, text='{"const": 1}'), f"{_CALL}\n{_CALL}"),
-        (
-            _triggered("<tool_call>", _tag("<tool_call>\n")),
-            "Hm. <tool_call>\n{}</tool_call> and <tool_call>\n{}</tool_call>",
-        ),
+        (_triggered("<tool_call>", _tag("<tool_call>\n")),
+         "Hm. <tool_call>\n{}</tool_call> and <tool_call>\n{}</tool_call>"),
         (_triggered("<tool", _tag("<tool_call>a "), _tag("<tool_call>b ")), "Hm. <tool_call>b {}</tool_call> so"),
         (_triggered("<|call|>f", _tag("<|call|>f")), "<|call|>f{}</tool_call>"),
         (_triggered("call:", _tag("call:", end="<|call|>")), "a call:{}<|call|>"),
@@ -93,7 +87,7 @@ def _triggered(trigger: str, *tags: dict[str, Any]) -> Grammar:
         (_tags(_tag("<think>", {"type": "any_text"}, "</think>!")), "<think>Hm, so.</think>!"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
-)
+)  # fmt: skip
 def test_marker_can_be_its_token(model_dir: Path, grammar: Grammar, text: str, is_spelt: bool) -> None:
     assert _accepts(model_dir, grammar, text, is_spelt=is_spelt)
 

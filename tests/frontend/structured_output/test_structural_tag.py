@@ -17,7 +17,7 @@ from frontend.chat.output_format import OutputFormat
 from frontend.parsers.thinking import THINK
 from frontend.structured_output.constrained_answer import bound_answer
 from frontend.text.completion_request import CompletionRequest
-from tests.support.character_tokenizer import CHARACTERS, END, save_tokenizer
+from tests.support.masks import accepts, character_ids, make_compiler
 
 _CITY = {"type": "object", "properties": {"c": {"enum": ["Rome"]}}, "required": ["c"], "additionalProperties": False}
 _ROME = '{"c": "Rome"}'
@@ -52,9 +52,7 @@ _LIST: dict[str, Any] = {"type": "tags_with_separator", "tags": [_LOOK, _NOW], "
 
 @pytest.fixture(scope="module")
 def compiler(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
-    directory = tmp_path_factory.mktemp("letters")
-    save_tokenizer(directory)
-    return GrammarCompiler(directory, vocab_size=131)
+    return make_compiler(tmp_path_factory.mktemp("letters"), vocab_size=131)
 
 
 def _request(asked: Any, **chat: Any) -> CompletionRequest:
@@ -69,9 +67,7 @@ def _accepts(
     """Return whether the grammar accepts the whole text and may end there."""
     grammar = bound_answer(_request(asked, **chat), OutputFormat(tags=THINK if thinks else None), prompt)
     assert grammar is not None and grammar.kind is GrammarKind.LARK
-    mask = compiler.compile(grammar).mask([END])
-    ids = [*(CHARACTERS.index(character) for character in text), END]
-    return all(bool(int(mask.allowed(ids[:n], 0)[t >> 5]) >> (t & 31) & 1) for n, t in enumerate(ids))
+    return accepts(compiler.compile(grammar), character_ids(text))
 
 
 @pytest.mark.parametrize("asked", [{"format": _TAGS}, _OLD])
@@ -116,23 +112,13 @@ def test_free_text_until_a_trigger(
         (_tag("<a>", _ANY, ["</a>", "!"]), ["<a>b!", "<a></a>"], ["<a>b!c"]),
         (_tag("<a>", _json(), ""), [f"<a>{_ROME}"], [f"<a>{_ROME} "]),
         (_tag("<a>", _TAGS, "</a>"), ["<a>b<f=now>{}</f>c</a>", "<a></a>"], ["<a>b<f=now></a>", "<a></a>a", "<a>"]),
-        (
-            _tag("<a>", {"type": "or", "elements": [_const("b"), _tag("c", _ANY, "d")]}, "</a>"),
-            ["<a>b</a>", "<a>c</a>d</a>"],
-            ["<a>c</a>", "<a>b"],
-        ),
-        (
-            _tag(
-                "<a>",
-                {"type": "or", "elements": [_const("b"), {"type": "sequence", "elements": [_const("c"), _ANY]}]},
-                "!",
-            ),
-            ["<a>b!", "<a>c?!"],
-            ["<a>c", "<a>d!"],
-        ),
+        (_tag("<a>", {"type": "or", "elements": [_const("b"), _tag("c", _ANY, "d")]}, "</a>"), ["<a>b</a>",
+         "<a>c</a>d</a>"], ["<a>c</a>", "<a>b"]),
+        (_tag("<a>", {"type": "or", "elements": [_const("b"), {"type": "sequence", "elements": [_const("c"), _ANY]}]},
+         "!"), ["<a>b!", "<a>c?!"], ["<a>c", "<a>d!"]),
     ],
     ids=lambda value: json.dumps(value)[:50] if isinstance(value, dict) else "",
-)
+)  # fmt: skip
 def test_every_format(compiler: GrammarCompiler, form: dict[str, Any], said: list[str], unsaid: list[str]) -> None:
     assert [text for text in said if not _accepts(compiler, {"format": form}, text)] == []
     assert [text for text in unsaid if _accepts(compiler, {"format": form}, text)] == []
@@ -166,14 +152,10 @@ _WRONG: list[tuple[Any, str]] = [
     ('{"type": "json_schema"}', "field: must be an object such as"),
     ({}, "field: must have either format, or structures and triggers"),
     ({"structures": [1], "triggers": ["a"]}, "field: structures[0] must be an object of"),
-    (
-        {"structures": [{"begin": "a", "end": "b"}], "triggers": ["a"]},
-        "field: structures.tags[0].content.json_schema is",
-    ),
-    (
-        {"format": _ANY, "triggers": ["a"]},
-        "field: must have either format, or structures and triggers, and nothing else",
-    ),
+    ({"structures": [{"begin": "a", "end": "b"}], "triggers": ["a"]},
+     "field: structures.tags[0].content.json_schema is"),
+    ({"format": _ANY, "triggers": ["a"]},
+     "field: must have either format, or structures and triggers, and nothing else"),
     ({"format": _ANY, "mood": 1}, "field: must have either format, or structures and triggers, and nothing else"),
     ({"structures": {}, "triggers": ["a"]}, "field: must have lists of structures and triggers"),
     ({"format": 1}, "field: format must be an object"),
@@ -196,13 +178,10 @@ _WRONG: list[tuple[Any, str]] = [
     ({"format": {**_TAGS, "triggers": ["<f=", "@", "<f"]}}, "field: format.tags[0].begin must begin with exactly one"),
     ({"format": {**_TAGS, "triggers": ["<f=", "@", "!"]}}, "field: format.triggers has '!', with which no tag begins"),
     ({"format": {**_TAGS, "triggers": ["<f=", ""]}}, "field: format.triggers must be non-empty strings"),
-    (
-        {"format": {**_TAGS, "tags": [_ANY]}},
-        "field: format.tags[0].type 'any_text' is not supported; supported: tag",
-    ),
+    ({"format": {**_TAGS, "tags": [_ANY]}}, "field: format.tags[0].type 'any_text' is not supported; supported: tag"),
     ({"format": {**_TAGS, "at_least_one": 1}}, "field: format.at_least_one is not supported"),
     ({"format": _const("a" * 70_000)}, "field: at most 65536 bytes are accepted"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("asked", "says"), _WRONG, ids=[says[7:] for _, says in _WRONG])

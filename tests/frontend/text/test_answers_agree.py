@@ -38,10 +38,8 @@ _GRAMMAR = Grammar(kind=GrammarKind.JSON_SCHEMA, text="{}")
 _RAW = [(one.format, one.raw) for one in RECORDED] + [
     ("llama3_json", '{ "name": "now", "parameters": {"city": "</think>"}}'),
     ("llama3_json", '{"type": "function", "name": "now", "parameters": {}};{"name":"now","parameters":{"a": tru}}'),
-    (
-        "llama3_json",
-        '<|python_tag|>{"parameters": {"a": 1}, "name": "now"}<|python_tag|>{"name": "now"} <|python_tag|>',
-    ),
+    ("llama3_json",
+     '<|python_tag|>{"parameters": {"a": 1}, "name": "now"}<|python_tag|>{"name": "now"} <|python_tag|>'),
     ("generic", '[ {"name": "now", "arguments": {"city": "</think>"}}]'),
     ("generic", 'a\n[ {"name": "now", "arguments": {"city": "b"}}]</think> c\n{"name": "now"}'),
     ("pythonic", '[ now(), get_weather(city="</think>", days=-3)] text'),
@@ -50,7 +48,7 @@ _RAW = [(one.format, one.raw) for one in RECORDED] + [
     ("hermes", 'a <THINK> b < think> <tool_call>{"name": "now", "arguments": {"a": oh}} <tool_call>{"name": "now"} c'),
     ("hermes", "```\n<think>x</think>\n``` <think>y</think> <|channel|>analysis<|message|>z"),
     ("forced_calls", '[{"name": "now", "arguments": {"a": "</think>"}}, {"name": "now", "arguments": {}}]'),
-]
+]  # fmt: skip
 _THOUGHTS = {  # tags, end of the prompt, answer before the recorded one
     "no thinking": (None, "", ""),
     "opened by the model": (THINK, "", "<think>r <think> {s} [t</think>\n"),

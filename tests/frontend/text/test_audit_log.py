@@ -12,13 +12,10 @@ import pytest
 
 from core.spec.schema import RouterSpec
 from core.types.errors import RequestError
-from frontend.access.access import Access
-from frontend.http.app import create_app
 from frontend.text.audit_log import RequestAuditLog
 from frontend.text.completion_request import CompletionRequest
 from tests.support.fake_token_service import FakeTokenService
-from tests.support.http_server import serve_http
-from tests.support.plain_http import http_client
+from tests.support.serving import Serve
 from tests.support.tiny_service import MakeCompletions
 
 _SECRET = "my-secret-text"
@@ -28,22 +25,16 @@ def _lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-async def test_served_rejected_and_unreadable_requests_are_recorded(
-    completions: MakeCompletions, tmp_path: Path
-) -> None:
+async def test_served_rejected_and_unreadable_requests_are_recorded(serve: Serve, tmp_path: Path) -> None:
     path = tmp_path / "audit_log" / "router.jsonl"
-    service = completions(FakeTokenService(), audit_log=path)
-    app = create_app(
-        service, access=Access.anybody(), is_healthy=lambda: True, spec=RouterSpec(unknown_fields="refuse")
-    )
+    http = (await serve(audit_log=path, spec=RouterSpec(unknown_fields="refuse"))).http
     bodies = [
         {"prompt": _SECRET, "max_tokens": 3, "n": 2, "user": _SECRET, "stop": _SECRET, "cache_salt": _SECRET},
         {"prompt": _SECRET, "temperature": -1},
         {"prompt": _SECRET, _SECRET: 1},
     ]
-    async with serve_http(app) as (host, port), http_client(base_url=f"http://{host}:{port}/v1/") as client:
-        for number, body in enumerate(bodies):
-            await client.post("completions", json=body, headers={"x-request-id": f"r{number}"})
+    for number, body in enumerate(bodies):
+        await http.post("/v1/completions", json=body, headers={"x-request-id": f"r{number}"})
     served, rejected, unreadable = _lines(path)
     assert served.items() >= {"request": "r0", "outcome": "completed", "tenant": "", "n": 2, "max_tokens": 3}.items()
     assert served["completion_tokens"] == 6 and served["prompt_tokens"] > 0 and served["ms"] >= served["ttft_ms"] >= 0
@@ -53,7 +44,6 @@ async def test_served_rejected_and_unreadable_requests_are_recorded(
         assert line["peer"].startswith("127.0.0.1:") and line["time"] > 1e9
     assert _SECRET not in path.read_text()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600 and stat.S_IMODE(path.parent.stat().st_mode) == 0o700
-    service.close()
 
 
 async def test_key_and_cancellation_are_recorded(completions: MakeCompletions, tmp_path: Path) -> None:

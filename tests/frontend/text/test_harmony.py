@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,11 +29,13 @@ from frontend.text.completion_request import CompletionRequest
 from frontend.text.events import Delta
 from frontend.text.tokenizer import Tokenizer
 from tests.support.fake_token_service import FakeTokenService
+from tests.support.masks import accepts, is_allowed
+from tests.support.serving import TEMPLATES
 from tests.support.tiny_service import MakeCompletions
 
 _PROMPT = "<|start|>user<|message|>hi<|end|><|start|>assistant"
 _USER = {"role": "user", "content": "hi"}
-_CHANNELS = (Path(__file__).parent.parent / "chat" / "templates" / "channels.jinja").read_text()
+_CHANNELS = TEMPLATES["channels"]
 _POINTS = {"properties": {"x": {"enum": [1]}}, "required": ["x"], "additionalProperties": False}
 _FUNCTIONS = [FunctionAsTool(name="look", parameters=_POINTS), FunctionAsTool(name="now", parameters=None)]
 _TOOLS = tuple(ToolGiven(function=function).for_template() for function in _FUNCTIONS)
@@ -85,12 +86,7 @@ def _accepts(model: _Model, request: CompletionRequest, text: str) -> bool:
     grammar = bound_answer(request, model.output_format, _PROMPT)
     assert grammar is not None
     (end,) = model.tokenizer.encode("<|call|>")
-    mask, ids = model.compiler.compile(grammar).mask([end]), [*model.tokenizer.encode(text), end]
-    return all(_has(mask.allowed(ids[:number], 0), token) for number, token in enumerate(ids))
-
-
-def _has(words: Sequence[int], token: int) -> bool:
-    return bool(int(words[token >> 5]) >> (token & 31) & 1)
+    return accepts(model.compiler.compile(grammar), model.tokenizer.encode(text), end)
 
 
 def _read(model: _Model, request: CompletionRequest, text: str, output_format: OutputFormat | None = None) -> Delta:
@@ -167,12 +163,12 @@ def test_thinking_budget_ends_the_first_message(model: _Model) -> None:
     mask = model.compiler.bounded(budget, model.compiler.compile(grammar).mask([end]))
     tokens = model.tokenizer.encode("<|channel|>analysis<|message|>")
     for token in model.tokenizer.encode("abc"):
-        assert mask.only(tokens, 0) is None and _has(mask.allowed(tokens, 0), token)
+        assert mask.only(tokens, 0) is None and is_allowed(mask.allowed(tokens, 0), token)
         tokens.append(token)
     tokens.append(mask.only(tokens, 0) or -1)
     assert model.tokenizer.decode(tokens[-1:], skip_special_tokens=False) == "<|end|>"
     for token in model.tokenizer.encode(f"<|start|>assistant{_SAID}"):
-        assert _has(mask.allowed(tokens, 0), token)
+        assert is_allowed(mask.allowed(tokens, 0), token)
         tokens.append(token)
 
 

@@ -163,20 +163,6 @@ def test_every_request_is_admitted_once_or_removed(moves: list[tuple]) -> None:
         assert len(queue) == len(waiting)
 
 
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 20)), min_size=30, max_size=120))
-def test_waiting_tenants_differ_by_at_most_one_request(asked: list[tuple[str, int]]) -> None:
-    queue = _queue(max_waiting=10_000)
-    left: Counter[str] = Counter(tenant for tenant, _ in asked)
-    _fill(queue, *(QueuedRequest(tenant, 0, float(cost)) for tenant, cost in asked))
-    served = dict.fromkeys(left, 0.0)
-    while all(left.values()):
-        queued = _pop(queue, now=0.0)
-        assert queued
-        left[queued.tenant] -= 1
-        served[queued.tenant] += queued.cost
-        assert max(served.values()) - min(served.values()) <= 2 * 20
-
-
 class Site:
     """Places for streams; requests take them when they are admitted, and give them back when they end."""
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Awaitable, Callable
+from functools import wraps
+from inspect import Signature, signature
 from random import Random
+from typing import Any
 
 from core.types.request import Role
 from tests.router.serving.fake_worker import FakeWorker
@@ -123,21 +126,11 @@ async def two_are_full(world: World) -> None:
 
 
 SCENARIOS: list[Scenario] = [
-    nothing_happens,
-    one_of_three_is_stopped,
-    the_only_choice_is_stopped,
-    the_client_leaves,
-    the_decode_replica_drains,
-    it_drains_while_its_frames_are_slow,
-    the_decode_replica_dies,
-    the_decode_replica_falls_silent,
-    a_frame_comes_twice,
-    a_frame_is_lost,
-    the_prefill_replica_dies,
-    the_prefill_replica_dies_while_it_ships,
-    the_prefill_replica_dies_while_it_sends_prompt_logprobs,
-    a_decode_replica_that_computes_the_prompt_dies,
-    two_are_full,
+    *(nothing_happens, one_of_three_is_stopped, the_only_choice_is_stopped, the_client_leaves),
+    *(the_decode_replica_drains, it_drains_while_its_frames_are_slow, the_decode_replica_dies),
+    *(the_decode_replica_falls_silent, a_frame_comes_twice, a_frame_is_lost, the_prefill_replica_dies),
+    *(the_prefill_replica_dies_while_it_ships, the_prefill_replica_dies_while_it_sends_prompt_logprobs),
+    *(a_decode_replica_that_computes_the_prompt_dies, two_are_full),
 ]
 
 
@@ -161,6 +154,22 @@ def play(scenario: Scenario, seed: int) -> None:
     finally:
         gc.enable()
         loop.close()
+
+
+def in_world(*, seeds: int = 1) -> Callable[[Callable[..., Awaitable[None]]], Callable[..., None]]:
+    """Decorator of an async test that plays in a `world`, once for each seed."""
+
+    def decorated(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+        @wraps(test)
+        def run(**given: Any) -> None:
+            for seed in range(seeds):
+                play(lambda world: test(world, **given), seed)
+
+        _, *parameters = signature(test).parameters.values()
+        run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+        return run
+
+    return decorated
 
 
 def _deploy(world: World, *, prefills: int, decodes: int) -> None:

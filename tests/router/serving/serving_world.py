@@ -23,7 +23,7 @@ from tests.router.serving.virtual_time import pass_time
 _BLOCK = 4
 _STOP_TOKENS = (7,)
 _ENOUGH_BLOWS = 5  # as router.serving.relay._MAX_FRUITLESS
-QUEUE_S = 10_000.0
+QUEUE_S = 1_000.0
 
 
 @dataclass(eq=False)
@@ -190,6 +190,11 @@ class World:
         client.task = asyncio.create_task(client.run(self.core, self.replicas))
         self.clients.append(client)
         return client
+
+    async def serve(self, request: SequenceRequest) -> int:
+        """Serve a request without a client; return the number of its first choice's tokens."""
+        async with self.core.start(request) as generation:
+            return sum([len(arrived.get(0, ())) async for arrived in generation])
 
     def cancel(self, client: Client) -> None:
         assert client.task

@@ -1,4 +1,4 @@
-"""Replicas that join and leave during a router's calls."""
+"""Replicas that join and leave during a router's calls, and the moves that even out their load."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 import pytest
 from google.protobuf.message import Message
 from grpc import aio
+from hypothesis import given
+from hypothesis import strategies as st
 
 from core.index.membership import Membership
 from core.index.redis_client import connect_redis
@@ -23,6 +25,7 @@ from core.types.request import FinishReason, SampledToken, SequenceRequest
 from core.wire.frames import FrameHub, FrameServer
 from router.serving.discovery import Discovery
 from router.serving.grpc_worker import GrpcWorker
+from router.serving.rebalance import DecodeLoad, next_move
 from router.serving.replica import Replica
 from router.serving.replicas import Replicas
 from tests.router.serving.fake_worker import FakeCall
@@ -228,3 +231,33 @@ async def test_plain_tokens_reach_their_streams_and_need_one_each() -> None:
     assert [type(item) for _, item in received[3:]] == [ReplicaLost] * 2, "the token belongs to an unknown stream"
     assert "1 tokens for 2 streams" in str(received[-1][1])
     await replica.close()
+
+
+def _loads(*counts: int) -> list[DecodeLoad]:
+    return [DecodeLoad(f"decode-{i}", count) for i, count in enumerate(counts)]
+
+
+def test_a_new_replica_gets_streams_from_the_fullest() -> None:
+    assert next_move(_loads(3, 8, 0)) == ("decode-1", "decode-2")
+
+
+def test_small_gaps_cause_no_moves() -> None:
+    assert next_move([]) is None
+    assert next_move(_loads(8)) is None
+    assert next_move(_loads(3, 0)) is None
+    assert next_move(_loads(100, 80)) is None
+
+
+@given(st.lists(st.integers(0, 300), max_size=6), st.integers(1, 3))
+def test_rebalancing_terminates_and_evens_out_the_load(counts: list[int], num_routers: int) -> None:
+    """Holds also if several routers see the same load and each moves one stream."""
+    loads, num_moves = _loads(*counts), 0
+    while move := next_move(loads):
+        source, target = move
+        change = {source: -num_routers, target: num_routers}
+        loads = [DecodeLoad(load.replica, load.num_streams + change.get(load.replica, 0)) for load in loads]
+        num_moves += 1
+        assert num_moves <= sum(counts)
+    final = [load.num_streams for load in loads]
+    assert sum(final) == sum(counts) and min(final, default=0) >= 0
+    assert max(final, default=0) - min(final, default=0) < max(4, 0.25 * max(final, default=0))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any
 
 import pytest
 
@@ -13,7 +11,7 @@ from core.types.request import OFFLINE
 from router.routing.admission import AdmissionQueue
 from router.routing.fair_queue import Places, QueuedRequest
 from router.serving.admission import AdmissionWaits
-from tests.router.serving.virtual_time import VirtualTimeLoop, pass_time
+from tests.router.serving.virtual_time import in_virtual_time, pass_time
 
 
 class Cluster:
@@ -66,188 +64,160 @@ class Cluster:
         return self.free
 
 
-def _play(scenario: Coroutine[Any, Any, None]) -> None:
-    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
-        runner.run(scenario)
-
-
-def test_a_tenant_keeps_to_its_share_and_another_enters_at_once() -> None:
-    async def scenario() -> None:
-        cluster = Cluster(8)
-        async with asyncio.TaskGroup() as group:
-            for number in range(50):
-                group.create_task(cluster.ask("greedy", 3, for_s=5, name=f"greedy-{number}"))
-            await pass_time(0)
-            assert (cluster.free.num_streams, len(cluster.queue)) == (2, 48)
-            began_at = asyncio.get_running_loop().time()
-            for _ in range(20):
-                await cluster.ask("modest", 1, for_s=0.1)
-            assert asyncio.get_running_loop().time() - began_at == pytest.approx(2.0)
-        assert [name for name in cluster.order if name] == [f"greedy-{number}" for number in range(50)]
-        assert asyncio.get_running_loop().time() == pytest.approx(25 * 5), "it has less than its share"
-        cluster.check_empty(8)
-
-    _play(scenario())
-
-
-def test_a_new_request_does_not_overtake_its_tenants_waiting_ones() -> None:
-    async def scenario() -> None:
-        cluster = Cluster(8)
-        async with asyncio.TaskGroup() as group:
-            group.create_task(cluster.ask("a", 5, for_s=1, name="first"))
-            await pass_time(0)
-            group.create_task(cluster.ask("a", 3, for_s=1, name="large"))
-            await pass_time(0)
-            group.create_task(cluster.ask("a", 1, for_s=1, name="small"))
-            await pass_time(0)
-            assert cluster.order == ["first"]
-        assert cluster.order == ["first", "large", "small"]
-        cluster.check_empty(8)
-
-    _play(scenario())
-
-
-def test_small_requests_pass_large_ones_of_their_tenant_in_turns() -> None:
-    async def scenario() -> None:
-        cluster = Cluster(8)
-        async with asyncio.TaskGroup() as group:
-            group.create_task(cluster.ask("a", 2, for_s=60))
-            await pass_time(0)
-            large = group.create_task(cluster.ask("a", 5, for_s=1, name="large"))
-            await pass_time(0)
-            async with asyncio.timeout(40):
-                for _ in range(6):
-                    await cluster.ask("a", 1, for_s=0.5)
-            assert not large.done()
-        cluster.check_empty(8)
-
-    _play(scenario())
-
-
-def test_disconnected_clients_leave_no_state() -> None:
-    async def scenario() -> None:
-        cluster = Cluster(14)
-        tasks = [
-            asyncio.create_task(cluster.ask(tenant, n, for_s=10, user=str(n)))
-            for tenant in "abc"
-            for n in (3, 1, 2, 5, 1, 1)
-        ]
-        await pass_time(3)
-        for task in tasks[::2]:
-            task.cancel()
+@in_virtual_time
+async def test_a_tenant_keeps_to_its_share_and_another_enters_at_once() -> None:
+    cluster = Cluster(8)
+    async with asyncio.TaskGroup() as group:
+        for number in range(50):
+            group.create_task(cluster.ask("greedy", 3, for_s=5, name=f"greedy-{number}"))
         await pass_time(0)
-        cluster.waits.wake()
-        for task in tasks[1::2]:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        cluster.check_empty(14)
+        assert (cluster.free.num_streams, len(cluster.queue)) == (2, 48)
+        began_at = asyncio.get_running_loop().time()
+        for _ in range(20):
+            await cluster.ask("modest", 1, for_s=0.1)
+        assert asyncio.get_running_loop().time() - began_at == pytest.approx(2.0)
+    assert [name for name in cluster.order if name] == [f"greedy-{number}" for number in range(50)]
+    assert asyncio.get_running_loop().time() == pytest.approx(25 * 5), "it has less than its share"
+    cluster.check_empty(8)
 
-    _play(scenario())
+
+@in_virtual_time
+async def test_a_new_request_does_not_overtake_its_tenants_waiting_ones() -> None:
+    cluster = Cluster(8)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(cluster.ask("a", 5, for_s=1, name="first"))
+        await pass_time(0)
+        group.create_task(cluster.ask("a", 3, for_s=1, name="large"))
+        await pass_time(0)
+        group.create_task(cluster.ask("a", 1, for_s=1, name="small"))
+        await pass_time(0)
+        assert cluster.order == ["first"]
+    assert cluster.order == ["first", "large", "small"]
+    cluster.check_empty(8)
 
 
-def test_places_released_by_another_router_are_used() -> None:
-    """Another router's releases show in the replicas' reports."""
-
-    async def scenario() -> None:
-        cluster = Cluster(8)
-        cluster.free = cluster.free.less(Places(4, 0))  # taken by the other router
-        async with asyncio.TaskGroup() as group:
+@in_virtual_time
+async def test_small_requests_pass_large_ones_of_their_tenant_in_turns() -> None:
+    cluster = Cluster(8)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(cluster.ask("a", 2, for_s=60))
+        await pass_time(0)
+        large = group.create_task(cluster.ask("a", 5, for_s=1, name="large"))
+        await pass_time(0)
+        async with asyncio.timeout(40):
             for _ in range(6):
-                group.create_task(cluster.ask("a", 1, for_s=10))
-            await pass_time(0)
-            assert cluster.free.num_streams == 1 and len(cluster.queue) == 3
-            cluster.free = cluster.free.plus(Places(4, 0))
-            cluster.waits.wake()
-            await pass_time(0)
-            assert len(cluster.queue) == 0
-
-    _play(scenario())
+                await cluster.ask("a", 1, for_s=0.5)
+        assert not large.done()
+    cluster.check_empty(8)
 
 
-def test_a_timeout_at_the_share_names_the_reason() -> None:
-    async def scenario() -> None:
-        cluster = Cluster(8, queue_s=10)
-        async with asyncio.TaskGroup() as group:
-            group.create_task(cluster.ask("a", 6, for_s=100))
-            await pass_time(0)
-            with pytest.raises(CapacityError, match="its tenant had its share of the replicas within 10 s"):
-                await cluster.ask("a", 1, for_s=1)
-        cluster.check_empty(8)
+@in_virtual_time
+async def test_disconnected_clients_leave_no_state() -> None:
+    cluster = Cluster(14)
+    tasks = [
+        asyncio.create_task(cluster.ask(tenant, n, for_s=10, user=str(n)))
+        for tenant in "abc"
+        for n in (3, 1, 2, 5, 1, 1)
+    ]
+    await pass_time(3)
+    for task in tasks[::2]:
+        task.cancel()
+    await pass_time(0)
+    cluster.waits.wake()
+    for task in tasks[1::2]:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    cluster.check_empty(14)
 
-    _play(scenario())
+
+@in_virtual_time
+async def test_places_released_by_another_router_are_used() -> None:
+    """Another router's releases show in the replicas' reports."""
+    cluster = Cluster(8)
+    cluster.free = cluster.free.less(Places(4, 0))  # taken by the other router
+    async with asyncio.TaskGroup() as group:
+        for _ in range(6):
+            group.create_task(cluster.ask("a", 1, for_s=10))
+        await pass_time(0)
+        assert cluster.free.num_streams == 1 and len(cluster.queue) == 3
+        cluster.free = cluster.free.plus(Places(4, 0))
+        cluster.waits.wake()
+        await pass_time(0)
+        assert len(cluster.queue) == 0
+
+
+@in_virtual_time
+async def test_a_timeout_at_the_share_names_the_reason() -> None:
+    cluster = Cluster(8, queue_s=10)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(cluster.ask("a", 6, for_s=100))
+        await pass_time(0)
+        with pytest.raises(CapacityError, match="its tenant had its share of the replicas within 10 s"):
+            await cluster.ask("a", 1, for_s=1)
+    cluster.check_empty(8)
 
 
 @pytest.mark.parametrize("num_tenants", [10, 100])
-def test_a_wake_queries_the_replicas_once(num_tenants: int) -> None:
-    async def scenario() -> None:
-        cluster = Cluster(num_tenants)
-        tasks = [
-            asyncio.create_task(cluster.ask(str(number % num_tenants), 1, for_s=1000))
-            for number in range(8 * num_tenants)
-        ]
-        await pass_time(0)
-        assert cluster.queue.num_at_share == num_tenants
-        cluster.num_looks = 0
-        cluster.free = cluster.free.plus(Places(1, 0))
-        cluster.waits.wake()
-        assert cluster.num_looks <= 2
-        for task in tasks:
+@in_virtual_time
+async def test_a_wake_queries_the_replicas_once(num_tenants: int) -> None:
+    cluster = Cluster(num_tenants)
+    tasks = [
+        asyncio.create_task(cluster.ask(str(number % num_tenants), 1, for_s=1000)) for number in range(8 * num_tenants)
+    ]
+    await pass_time(0)
+    assert cluster.queue.num_at_share == num_tenants
+    cluster.num_looks = 0
+    cluster.free = cluster.free.plus(Places(1, 0))
+    cluster.waits.wake()
+    assert cluster.num_looks <= 2
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert cluster.queue.held == {} and cluster.queue.num_at_share == 0
+
+
+@in_virtual_time
+async def test_a_tenant_at_its_share_does_not_count_in_predicted_waits() -> None:
+    cluster = Cluster(8)
+    async with asyncio.TaskGroup() as group:
+        greedy = [group.create_task(cluster.ask("greedy", 1, for_s=10)) for _ in range(200)]
+        await pass_time(25)  # enough time to measure a rate
+        assert cluster.queue.num_at_share == 1
+        began_at = asyncio.get_running_loop().time()
+        for _ in range(20):
+            await cluster.ask("modest", 1, for_s=0.1, within_s=1.0)
+        assert asyncio.get_running_loop().time() - began_at == pytest.approx(2.0)
+        with pytest.raises(CapacityError, match=r"more than half of the 60\.0 s that it has"):
+            await cluster.ask("greedy", 1, for_s=10, within_s=60.0)
+        for task in greedy:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        assert cluster.queue.held == {} and cluster.queue.num_at_share == 0
-
-    _play(scenario())
 
 
-def test_a_tenant_at_its_share_does_not_count_in_predicted_waits() -> None:
-    async def scenario() -> None:
-        cluster = Cluster(8)
-        async with asyncio.TaskGroup() as group:
-            greedy = [group.create_task(cluster.ask("greedy", 1, for_s=10)) for _ in range(200)]
-            await pass_time(25)  # enough time to measure a rate
-            assert cluster.queue.num_at_share == 1
-            began_at = asyncio.get_running_loop().time()
-            for _ in range(20):
-                await cluster.ask("modest", 1, for_s=0.1, within_s=1.0)
-            assert asyncio.get_running_loop().time() - began_at == pytest.approx(2.0)
-            with pytest.raises(CapacityError, match=r"more than half of the 60\.0 s that it has"):
-                await cluster.ask("greedy", 1, for_s=10, within_s=60.0)
-            for task in greedy:
-                task.cancel()
-
-    _play(scenario())
-
-
-def test_freed_places_go_to_tenants_in_fair_order() -> None:
+@in_virtual_time
+async def test_freed_places_go_to_tenants_in_fair_order() -> None:
     """Both tenants are at their share. When it grows, neither has saved up credit."""
-
-    async def scenario() -> None:
-        cluster = Cluster(10)
-        async with asyncio.TaskGroup() as group:
-            for _ in range(12):
-                for tenant in "ab":
-                    group.create_task(cluster.ask(tenant, 1, for_s=5, name=tenant))
-            await pass_time(0)
-            assert cluster.queue.num_at_share == 2
-        for first, last in ((0, 8), (8, 16)):
-            assert abs(cluster.order[first:last].count("a") - 4) <= 1
-        cluster.check_empty(10)
-
-    _play(scenario())
+    cluster = Cluster(10)
+    async with asyncio.TaskGroup() as group:
+        for _ in range(12):
+            for tenant in "ab":
+                group.create_task(cluster.ask(tenant, 1, for_s=5, name=tenant))
+        await pass_time(0)
+        assert cluster.queue.num_at_share == 2
+    for first, last in ((0, 8), (8, 16)):
+        assert abs(cluster.order[first:last].count("a") - 4) <= 1
+    cluster.check_empty(10)
 
 
-def test_an_offline_request_waits_for_its_tenants_online_ones_only_while_none_competes() -> None:
-    async def scenario() -> None:
-        cluster = Cluster(8)
-        async with asyncio.TaskGroup() as group:
-            for _ in range(7):
-                group.create_task(cluster.ask("a", 1, for_s=10))
-            await pass_time(0)
-            assert cluster.queue.num_at_share == 1
-            own = group.create_task(cluster.ask("a", 1, for_s=0, priority=OFFLINE))
-            other = group.create_task(cluster.ask("b", 1, for_s=0, priority=OFFLINE))
-            await pass_time(1)
-            assert other.done() and not own.done()
-        cluster.check_empty(8)
-
-    _play(scenario())
+@in_virtual_time
+async def test_an_offline_request_waits_for_its_tenants_online_ones_only_while_none_competes() -> None:
+    cluster = Cluster(8)
+    async with asyncio.TaskGroup() as group:
+        for _ in range(7):
+            group.create_task(cluster.ask("a", 1, for_s=10))
+        await pass_time(0)
+        assert cluster.queue.num_at_share == 1
+        own = group.create_task(cluster.ask("a", 1, for_s=0, priority=OFFLINE))
+        other = group.create_task(cluster.ask("b", 1, for_s=0, priority=OFFLINE))
+        await pass_time(1)
+        assert other.done() and not own.done()
+    cluster.check_empty(8)

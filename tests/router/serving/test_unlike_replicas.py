@@ -48,18 +48,14 @@ _PLACES = {
 
 
 @pytest.mark.parametrize("case", _PLACES)
-def test_the_replicas_that_hold_a_request_serve_it(case: str) -> None:
+@scenarios.in_world(seeds=4)
+async def test_the_replicas_that_hold_a_request_serve_it(world: World, case: str) -> None:
     sizes, num_tokens, max_tokens, (prefill, decode) = _PLACES[case]
-
-    async def play(world: World) -> None:
-        workers = await _deployed(world, *sizes)
-        client = world.ask(num_tokens=num_tokens, n=1, max_tokens=max_tokens)
-        await until(lambda: client.is_over)
-        expected = ["" if index is None else workers[index].name for index in (prefill, decode)]
-        assert _route(client) == (*expected, 1)
-
-    for seed in range(4):
-        scenarios.play(play, seed)
+    workers = await _deployed(world, *sizes)
+    client = world.ask(num_tokens=num_tokens, n=1, max_tokens=max_tokens)
+    await until(lambda: client.is_over)
+    expected = ["" if index is None else workers[index].name for index in (prefill, decode)]
+    assert _route(client) == (*expected, 1)
 
 
 @pytest.mark.parametrize(
@@ -89,139 +85,111 @@ def test_pairs_have_one_kv_layout(
     assert len(warnings) >= 4
 
 
-def test_a_prefill_replica_decodes_what_no_decode_replica_holds() -> None:
-    async def play(world: World) -> None:
-        prefill, _ = await _deployed(world, (_PREFILL, MAX_CONTEXT), (_DECODE, _SMALL), share=0.5)
-        client = world.ask(num_tokens=100, n=1, max_tokens=9)
-        await until(lambda: client.is_over)
-        assert _route(client) == ("", prefill.name, 1)
-
-    scenarios.play(play, 0)
+@scenarios.in_world()
+async def test_a_prefill_replica_decodes_what_no_decode_replica_holds(world: World) -> None:
+    prefill, _ = await _deployed(world, (_PREFILL, MAX_CONTEXT), (_DECODE, _SMALL), share=0.5)
+    client = world.ask(num_tokens=100, n=1, max_tokens=9)
+    await until(lambda: client.is_over)
+    assert _route(client) == ("", prefill.name, 1)
 
 
 @pytest.mark.parametrize("num_tokens", [9, _SMALL - 1])
-def test_an_answer_that_fills_its_replica_continues_on_a_larger_one(num_tokens: int) -> None:
+@scenarios.in_world(seeds=4)
+async def test_an_answer_that_fills_its_replica_continues_on_a_larger_one(world: World, num_tokens: int) -> None:
     """The larger replica joins, or has room, only later. The first token may be the one that fills the smaller."""
-
-    async def play(world: World) -> None:
-        await _deployed(world, (_PREFILL, MAX_CONTEXT), (_DECODE, _SMALL))
-        client = world.ask(num_tokens=num_tokens, n=1, max_tokens=200)
-        await until(lambda: any(replica.promised_streams for replica in world.replicas))
-        larger = world.add(_DECODE)
-        await until(lambda: client.is_over)
-        assert _route(client)[1:] == (larger.name, 2) or len(client.received[0]) == 200
-
-    for seed in range(4):
-        scenarios.play(play, seed)
+    await _deployed(world, (_PREFILL, MAX_CONTEXT), (_DECODE, _SMALL))
+    client = world.ask(num_tokens=num_tokens, n=1, max_tokens=200)
+    await until(lambda: any(replica.promised_streams for replica in world.replicas))
+    larger = world.add(_DECODE)
+    await until(lambda: client.is_over)
+    assert _route(client)[1:] == (larger.name, 2) or len(client.received[0]) == 200
 
 
-def test_an_answer_ends_at_the_size_of_the_largest_replica() -> None:
-    async def play(world: World) -> None:
-        await _deployed(world, (_PREFILL, MAX_CONTEXT), (_DECODE, _MIDDLE))
-        clients = [world.ask(num_tokens=num_tokens, n=1, max_tokens=900) for num_tokens in (9, _MIDDLE - 1)]
-        for client in clients:
-            client.expected[0] = client.expected[0][: _MIDDLE - len(client.request.token_ids)]
-        await until(lambda: all(client.is_over for client in clients))
-        assert all(client.finished and _route(client)[2] == 1 for client in clients)
-
-    for seed in range(4):
-        scenarios.play(play, seed)
+@scenarios.in_world(seeds=4)
+async def test_an_answer_ends_at_the_size_of_the_largest_replica(world: World) -> None:
+    await _deployed(world, (_PREFILL, MAX_CONTEXT), (_DECODE, _MIDDLE))
+    clients = [world.ask(num_tokens=num_tokens, n=1, max_tokens=900) for num_tokens in (9, _MIDDLE - 1)]
+    for client in clients:
+        client.expected[0] = client.expected[0][: _MIDDLE - len(client.request.token_ids)]
+    await until(lambda: all(client.is_over for client in clients))
+    assert all(client.finished and _route(client)[2] == 1 for client in clients)
 
 
 @pytest.mark.parametrize("role", Role)
-def test_a_replica_that_rejects_a_length_is_replaced(role: Role) -> None:
+@scenarios.in_world()
+async def test_a_replica_that_rejects_a_length_is_replaced(world: World, role: Role) -> None:
     """It holds less than it has announced."""
-
-    async def play(world: World) -> None:
-        smaller = world.add(role, max_tokens=_SMALL, announced=MAX_CONTEXT)
-        for other in (role, _PREFILL, _DECODE):
-            world.add(other)
-        await until(lambda: all(replica.is_usable for replica in world.replicas))
-        clients = [world.ask(num_tokens=100, n=1, max_tokens=9) for _ in range(4)]
-        await until(lambda: all(client.is_over for client in clients))
-        assert not any(smaller.name in _route(client) for client in clients)
-
-    scenarios.play(play, 0)
+    smaller = world.add(role, max_tokens=_SMALL, announced=MAX_CONTEXT)
+    for other in (role, _PREFILL, _DECODE):
+        world.add(other)
+    await until(lambda: all(replica.is_usable for replica in world.replicas))
+    clients = [world.ask(num_tokens=100, n=1, max_tokens=9) for _ in range(4)]
+    await until(lambda: all(client.is_over for client in clients))
+    assert not any(smaller.name in _route(client) for client in clients)
 
 
-def test_a_continuation_waits_for_a_replica_that_holds_it() -> None:
-    async def play(world: World) -> None:
-        larger, _ = await _deployed(world, (_DECODE, MAX_CONTEXT), (_DECODE, _SMALL))
-        client = world.ask(num_tokens=9, n=1, max_tokens=300)
-        await until(lambda: len(client.received.get(0, [])) > _SMALL)
-        larger.kill()
-        await pass_time(5)
-        assert not client.is_over, client.error
-        world.add(_DECODE)
-        await until(lambda: client.is_over)
-        assert client.error is None
-
-    scenarios.play(play, 0)
+@scenarios.in_world()
+async def test_a_continuation_waits_for_a_replica_that_holds_it(world: World) -> None:
+    larger, _ = await _deployed(world, (_DECODE, MAX_CONTEXT), (_DECODE, _SMALL))
+    client = world.ask(num_tokens=9, n=1, max_tokens=300)
+    await until(lambda: len(client.received.get(0, [])) > _SMALL)
+    larger.kill()
+    await pass_time(5)
+    assert not client.is_over, client.error
+    world.add(_DECODE)
+    await until(lambda: client.is_over)
+    assert client.error is None
 
 
-def test_moves_go_only_to_replicas_that_hold_the_sequence() -> None:
+@scenarios.in_world()
+async def test_moves_go_only_to_replicas_that_hold_the_sequence(world: World) -> None:
     """Draining, rebalancing and copies."""
-
-    async def play(world: World) -> None:
-        source, _ = await _deployed(world, (_DECODE, MAX_CONTEXT), (_PREFILL, _SMALL))
-        clients = [world.ask(num_tokens=60, n=1, max_tokens=900) for _ in range(6)]
-        await until(lambda: all(len(client.received.get(0, [])) > 9 for client in clients))
-        smaller = world.add(_DECODE, max_tokens=_SMALL)
-        await pass_time(2)
-        source.drain()
-        await pass_time(2)
-        assert not smaller.hits and source.running()
-        assert not any(
-            call.request and len(call.request.token_ids) > _SMALL for call in world.workers["prefill-1"].prompts
-        )
-        target = world.add(_DECODE)
-        await until(lambda: target.running())
-        await until(lambda: all(client.is_over for client in clients))
-        assert not any(client.error for client in clients)
-
-    scenarios.play(play, 0)
+    source, _ = await _deployed(world, (_DECODE, MAX_CONTEXT), (_PREFILL, _SMALL))
+    clients = [world.ask(num_tokens=60, n=1, max_tokens=900) for _ in range(6)]
+    await until(lambda: all(len(client.received.get(0, [])) > 9 for client in clients))
+    smaller = world.add(_DECODE, max_tokens=_SMALL)
+    await pass_time(2)
+    source.drain()
+    await pass_time(2)
+    assert not smaller.hits and source.running()
+    assert not any(call.request and len(call.request.token_ids) > _SMALL for call in world.workers["prefill-1"].prompts)
+    target = world.add(_DECODE)
+    await until(lambda: target.running())
+    await until(lambda: all(client.is_over for client in clients))
+    assert not any(client.error for client in clients)
 
 
 @pytest.mark.parametrize("num_decodes", [1, 2])
-def test_a_broken_link_is_passed_by_at_once(num_decodes: int) -> None:
+@scenarios.in_world(seeds=4)
+async def test_a_broken_link_is_passed_by_at_once(world: World, num_decodes: int) -> None:
     """Another decode replica gets the KV, or the only one computes the prompt; later requests suffer no more."""
-
-    async def play(world: World) -> None:
-        prefill, *decodes = await _deployed(world, (_PREFILL, MAX_CONTEXT), *[(_DECODE, MAX_CONTEXT)] * num_decodes)
-        prefill.unreachable = {decodes[0].name}
-        client = world.ask(num_tokens=100, n=1, max_tokens=9)
-        await until(lambda: client.is_over)
-        _, decode, attempts = _route(client)
-        assert attempts <= 2 and decode == decodes[-1].name
-
-    for seed in range(4):
-        scenarios.play(play, seed)
+    prefill, *decodes = await _deployed(world, (_PREFILL, MAX_CONTEXT), *[(_DECODE, MAX_CONTEXT)] * num_decodes)
+    prefill.unreachable = {decodes[0].name}
+    client = world.ask(num_tokens=100, n=1, max_tokens=9)
+    await until(lambda: client.is_over)
+    _, decode, attempts = _route(client)
+    assert attempts <= 2 and decode == decodes[-1].name
 
 
-def test_a_replica_that_failed_a_request_is_its_last_resort() -> None:
+@scenarios.in_world()
+async def test_a_replica_that_failed_a_request_is_its_last_resort(world: World) -> None:
     """A prefill replica that has rejected the request answers it once no other replica is left."""
-
-    async def play(world: World) -> None:
-        prefill, decode = await _deployed(world, (_PREFILL, MAX_CONTEXT), (_DECODE, MAX_CONTEXT), share=0.5)
-        prefill.num_refusals = 1
-        client = world.ask(num_tokens=100, n=1, max_tokens=300)
-        await until(lambda: len(client.received.get(0, [])) > 3)
-        assert _route(client)[:2] == ("", decode.name)
-        decode.kill()
-        await until(lambda: client.is_over)
-        assert _route(client)[1] == prefill.name
-
-    scenarios.play(play, 0)
+    prefill, decode = await _deployed(world, (_PREFILL, MAX_CONTEXT), (_DECODE, MAX_CONTEXT), share=0.5)
+    prefill.num_refusals = 1
+    client = world.ask(num_tokens=100, n=1, max_tokens=300)
+    await until(lambda: len(client.received.get(0, [])) > 3)
+    assert _route(client)[:2] == ("", decode.name)
+    decode.kill()
+    await until(lambda: client.is_over)
+    assert _route(client)[1] == prefill.name
 
 
-def test_attempts_outlast_a_short_fault_of_the_only_replica() -> None:
-    async def play(world: World) -> None:
-        [decode] = await _deployed(world, (_DECODE, MAX_CONTEXT))
-        decode.is_draining = True  # it rejects calls before its next report
-        client = world.ask(num_tokens=9, n=1, max_tokens=9)
-        await pass_time(0.5)
-        decode.is_draining = False
-        await until(lambda: client.is_over)
-        assert not isinstance(client.error, ModelUnavailable) and client.error is None
-
-    scenarios.play(play, 0)
+@scenarios.in_world()
+async def test_attempts_outlast_a_short_fault_of_the_only_replica(world: World) -> None:
+    [decode] = await _deployed(world, (_DECODE, MAX_CONTEXT))
+    decode.is_draining = True  # it rejects calls before its next report
+    client = world.ask(num_tokens=9, n=1, max_tokens=9)
+    await pass_time(0.5)
+    decode.is_draining = False
+    await until(lambda: client.is_over)
+    assert not isinstance(client.error, ModelUnavailable) and client.error is None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import selectors
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from functools import wraps
+from typing import Any
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
@@ -28,6 +30,17 @@ class _Clock(selectors.DefaultSelector):
             raise RuntimeError("everybody waits, and nothing will ever happen")
         self.now += max(0.0, timeout)
         return []
+
+
+def in_virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Decorator of an async test that runs in virtual time."""
+
+    @wraps(test)
+    def run(**given: Any) -> None:
+        with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+            runner.run(test(**given))
+
+    return run
 
 
 async def pass_time(seconds: float) -> None:

@@ -5,34 +5,28 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
-import httpx
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from core.identity.process_name import ProcessName
 from core.process.ports import free_port
 from core.rpc import inference_pb2 as pb
-from core.rpc.inference_pb2_grpc import InferenceStub
 from core.spec.schema import TracingSpec
 from core.types.errors import CapacityError, SpecError
 from core.types.request import SequenceRequest
-from core.types.timeline import RequestPhase
-from frontend.access.access import Access
-from frontend.grpc.api import open_grpc_api
-from frontend.http.app import create_app
+from core.types.timeline import RequestPhase, Timeline
 from router.serving.grpc_worker import GrpcWorker
 from router.telemetry import tracing as tracing_module
 from router.telemetry.tracing import Tracing
 from tests.support.fake_token_service import FakeTokenService
-from tests.support.http_server import serve_http
 from tests.support.identities import in_clear
 from tests.support.members import make_member
-from tests.support.plain_http import http_client
+from tests.support.serving import serving
 from tests.support.tiny_service import MakeCompletions
 
 _TRACE = "0af7651916cd43dd8448eb211c80319c"
@@ -56,12 +50,6 @@ class _Traced:
     def spans(self) -> list[ReadableSpan]:
         return list(self._exporter.get_finished_spans())
 
-    @asynccontextmanager
-    async def http(self) -> AsyncIterator[httpx.AsyncClient]:
-        app = create_app(self.completions, access=Access.anybody(), is_healthy=lambda: True)
-        async with serve_http(app) as (host, port), http_client(base_url=f"http://{host}:{port}") as client:
-            yield client
-
 
 @pytest.fixture(params=["http", "grpc"])
 def endpoint(request: pytest.FixtureRequest) -> Iterator[str]:
@@ -71,21 +59,18 @@ def endpoint(request: pytest.FixtureRequest) -> Iterator[str]:
 async def _ask(traced: _Traced, endpoint: str, traceparent: str | None) -> str | None:
     """Send a request and return the `traceparent` in the response."""
     headers = {"traceparent": traceparent, "tracestate": "v=1"} if traceparent else {}
-    if endpoint == "http":
-        async with traced.http() as client:
+    async with serving(traced.completions) as served:
+        if endpoint == "http":
             body = {"prompt": "hello", "max_tokens": 4, "stream": True}
-            answer = await client.post("/v1/completions", json=body, headers=headers)
+            answer = await served.http.post("/v1/completions", json=body, headers=headers)
             assert answer.text.endswith("data: [DONE]\n\n")
             return answer.headers.get("traceparent")
-    api = await open_grpc_api(traced.completions, access=Access.anybody(), host="127.0.0.1", port=0)
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{api.port}") as channel:
         asked = pb.GenerateRequest(prompt="hello", sampling=pb.SamplingParams(max_tokens=4))
-        call = InferenceStub(channel).Generate(asked, metadata=tuple(headers.items()))
+        call = served.stub.Generate(asked, metadata=tuple(headers.items()))
         async for _ in call:
             pass
         received = dict(await call.trailing_metadata()).get("traceparent")
-    await api.close(grace_s=5)
-    return str(received) if received else None
+        return str(received) if received else None
 
 
 async def test_the_clients_trace_is_continued(completions: MakeCompletions, endpoint: str) -> None:
@@ -147,9 +132,9 @@ async def test_without_a_collector_nothing_is_traced(completions: MakeCompletion
 
 async def test_a_failed_request_has_an_error_status(completions: MakeCompletions) -> None:
     traced = _Traced(completions, ratio=1.0, reject=CapacityError("full", retry_after_s=1.0))
-    async with traced.http() as client:
-        answer = await client.post("/v1/completions", json={"prompt": "hello", "max_tokens": 4})
-        bad = await client.post("/v1/completions", json={"prompt": "hello", "max_tokens": -4})
+    async with serving(traced.completions) as served:
+        answer = await served.http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 4})
+        bad = await served.http.post("/v1/completions", json={"prompt": "hello", "max_tokens": -4})
     assert (answer.status_code, bad.status_code) == (429, 400) and "traceparent" in bad.headers
     full, wrong = (span for span in traced.spans if span.parent is None)
     assert full.attributes and full.attributes["xpyd.status"] == "429" and full.status.is_ok is not False
@@ -158,8 +143,6 @@ async def test_a_failed_request_has_an_error_status(completions: MakeCompletions
 
 
 def test_replica_phases_carry_the_replicas_resource(completions: MakeCompletions) -> None:
-    from core.types.timeline import Timeline
-
     exporter = InMemorySpanExporter()
     tracing = Tracing(SimpleSpanProcessor(exporter), ratio=1.0, deployment="d", router="router-1")
     trace, life = tracing.begin("POST /", {}), Timeline()
@@ -195,8 +178,6 @@ async def test_calls_to_replicas_carry_the_traceparent() -> None:
     server = grpc.aio.server(handlers=[Handler()])
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    from core.identity.process_name import ProcessName
-
     member = make_member("decode-0", address=f"127.0.0.1:{port}")
     worker = GrpcWorker(member, identity=in_clear(ProcessName.of_router("d", "router-0")))
     traced = SequenceRequest(id="r", token_ids=(1,), num_prompt_tokens=1, traceparent=_SAMPLED)

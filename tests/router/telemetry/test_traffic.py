@@ -1,8 +1,17 @@
-"""Record of a router's traffic, and the confidentiality of its prompt hashes."""
+"""Record of a router's traffic, the confidentiality of its prompt hashes, and its reports."""
 
 from __future__ import annotations
 
-from router.telemetry.traffic import TrafficRecord, prefix_ids
+import asyncio
+from collections.abc import Sequence
+
+from core.process.supervisor import Supervisor
+from core.trace.traffic import ShownDecision, TrafficAnswer, TrafficReport
+from core.types.errors import DeployError
+from router.serving.replicas import Replicas
+from router.serving.worker import Worker
+from router.telemetry.traffic import TrafficRecord, TrafficReporter, prefix_ids
+from tests.router.serving.virtual_time import VirtualTimeLoop
 
 _KEY, _OTHER_KEY = b"k" * 32, b"o" * 32
 
@@ -79,3 +88,46 @@ def test_long_prompts_respect_the_bound_on_ids() -> None:
     record = TrafficRecord(_KEY)
     _arrive(record, 64 * 50_000, num_choices=45)
     assert record.num_requests == 40
+
+
+_LIVES = ["a", "a", "", "a", "b", "b"]  # `life` in each reply; empty: the call fails
+
+
+def test_a_restarted_controller_gets_one_full_report() -> None:
+    sizes: list[int] = []
+    shown: list[Sequence[ShownDecision]] = []
+
+    async def run() -> None:
+        record = TrafficRecord(b"k" * 32, router="r")
+        over = asyncio.Event()
+
+        async def send(report: TrafficReport) -> TrafficAnswer:
+            sizes.append(len(report.arrived))
+            life = _LIVES[len(sizes) - 1]
+            if len(sizes) == len(_LIVES):
+                over.set()
+            if not life:
+                raise DeployError("the controller starts")
+            decision = ShownDecision(at=0.0, text="1P1D -> 2P1D", reason="queue grows")
+            return TrafficAnswer(life=life, scaling=(decision,))
+
+        for _ in range(3):
+            record.arrived([1, 2, 3], salt="", num_choices=1, ttft_s=lambda: 0.0)
+        reporter = TrafficReporter(record, _replicas(), num_waiting=lambda: 0, answered=shown.append)
+        task = asyncio.create_task(reporter.report_forever(send))
+        await over.wait()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        runner.run(run())
+    # full, no changes, failed, full again, no changes (the reply shows a new life), full again
+    assert sizes == [3, 0, 0, 3, 0, 3]
+    assert [decisions[0].text for decisions in shown] == ["1P1D -> 2P1D"] * 5
+
+
+def _replicas() -> Replicas:
+    def connect(member: object) -> Worker:
+        raise AssertionError("no replica may be connected")
+
+    return Replicas(connect, tasks=Supervisor())
