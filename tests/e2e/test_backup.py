@@ -38,7 +38,7 @@ async def test_the_next_turn_finds_the_answer_where_its_prompt_was_computed(
     model_dir, prompt = checkpoint("llama"), prompts(40)[0]
     running_on = Ceiling(sampling.max_tokens - 1)
     running_on.arm(monkeypatch.setattr)
-    expected = [token.token_id for token in reference(model_dir, [prompt], sampling)[0]]
+    expected = reference.ids(model_dir, [prompt], sampling)[0]
     async with local_cluster(model_dir, redis_url, policy=CostPolicy(prefix_fetches=False), **_TREE) as cluster:
         async with beside(cluster.core.back_up_forever(every=_EVERY)):
             running = asyncio.create_task(cluster.generate(prompt, sampling))
@@ -61,7 +61,7 @@ async def test_who_goes_on_for_a_lost_replica_computes_the_last_tokens_only(
     checkpoint: Checkpoint, reference: Reference, redis_url: str
 ) -> None:
     model_dir, prompt = checkpoint("llama"), prompts(40)[0]
-    expected = [token.token_id for token in reference(model_dir, [prompt], _GREEDY)[0]]
+    expected = reference.ids(model_dir, [prompt], _GREEDY)[0]
     tree = _TREE | {"prefill": {**_TREE["prefill"], "replicas": 2}}  # the one with the prompt also keeps the copy
     tree["decode"] = {**_TREE["decode"], "replicas": 0}
     running_on = shared_ceiling(40)

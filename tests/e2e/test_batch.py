@@ -74,7 +74,6 @@ async def test_a_killed_client_resumes_with_the_same_answers(
                     assert answers[line["custom_id"]] == answer["choices"][0]["text"]
         finally:
             await service.close()
-        await cluster.idle()
 
 
 @pytest.mark.slow
@@ -98,4 +97,3 @@ async def test_a_killed_router_costs_no_answer(checkpoint: Checkpoint, redis_url
                 _, err = await asyncio.to_thread(process.communicate)
             assert process.returncode == 0, err
             assert len(_answers(out)) == 60
-        await cluster.idle()

@@ -49,7 +49,6 @@ async def test_chat_streams_seeds_stops_and_errors_at_both_doors(smollm2_dir: Pa
                 await _check_admin("http://{}:{}".format(*service.admin_address))
         finally:
             await service.close()
-        await cluster.idle()
 
 
 async def _check_health(url: str) -> None:

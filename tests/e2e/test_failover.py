@@ -92,7 +92,6 @@ async def test_another_replica_goes_on(
         assert any(answer.route.attempts > 1 for answer in answers) or role is Role.PREFILL
         if number is signal.SIGSTOP:
             doomed.send(signal.SIGCONT)
-        await cluster.idle()
 
 
 async def test_with_no_prefill_replica_left_the_decode_replica_computes_the_prompt(
@@ -104,7 +103,6 @@ async def test_with_no_prefill_replica_left_the_decode_replica_computes_the_prom
         answers = await _ask(cluster)
         _check(answers, reference(model_dir, _PROMPTS, _SAMPLINGS))
         assert {answer.route.prefill_replica for answer in answers} == {""}
-        await cluster.idle()
 
 
 async def test_one_death_after_another(checkpoint: Checkpoint, reference: Reference, redis_url: str) -> None:
@@ -117,7 +115,6 @@ async def test_one_death_after_another(checkpoint: Checkpoint, reference: Refere
         answers = await _ask(cluster)
         _check(answers, reference(model_dir, _PROMPTS, _SAMPLINGS))
         assert max(answer.route.migrations for answer in answers) >= 2
-        await cluster.idle()
 
 
 @pytest.mark.parametrize(
@@ -163,7 +160,6 @@ async def test_choices_that_have_ended_stay_ended(checkpoint: Checkpoint, refere
         assert [tokens[choice] for choice in (0, 1, 3)] == [expected[choice] for choice in (0, 1, 3)]
         assert tokens[2] == expected[2][: len(tokens[2])] and len(tokens[2]) < 10
         assert generation.route.migrations == 3
-        await cluster.idle()
 
 
 async def test_a_request_that_kills_every_replica_is_given_up(

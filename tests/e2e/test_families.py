@@ -84,7 +84,6 @@ async def _shipped(world: World, tree: dict[str, Any], **engine: Any) -> None:
     async with world.cluster(tree) as cluster:
         assert await _ask(cluster) == expected
         assert await _ask(cluster) == expected
-        await cluster.idle()
 
 
 async def one_pair(world: World) -> None:
@@ -133,7 +132,6 @@ async def fetched_prefix(world: World) -> None:
         answers = [await cluster.generate(each, _GREEDY) for each in (prompt, longer)]
         assert [answer.ids for answer in answers] == world.expected([prompt, longer])
         assert answers[1].route.fetched_tokens == 64
-        await cluster.idle()
 
 
 async def loaded_from_tiers(world: World) -> None:
@@ -159,11 +157,10 @@ async def preempted(world: World) -> None:
     expected = world.expected(inputs, sampling)
     async with world.cluster(tree) as cluster:
         cluster.core.reservations.finished([1] * 200)  # so short have answers been until now
-        answers = await asyncio.gather(*(cluster.generate(p, sampling, id=str(i)) for i, p in enumerate(inputs)))
+        answers = await cluster.generate_all(inputs, sampling)
         assert [answer.ids for answer in answers] == expected
         decode = next(replica for replica in cluster.replicas if replica.id.startswith("decode"))
         await cluster.until(lambda: decode.status.totals.preemptions > 0)
-        await cluster.idle()
 
 
 async def migrated(world: World) -> None:
@@ -182,7 +179,6 @@ async def switched_roles(world: World) -> None:
         await cluster.switch(decode)
         await cluster.switch(prefill)
         assert await _ask(cluster) == expected
-        await cluster.idle()
 
 
 async def lost_prefill_replica(world: World) -> None:
@@ -202,7 +198,6 @@ async def _killed(world: World, role: Role, fault: Fault) -> None:
         await cluster.add(role)
         assert await _ask(cluster) == expected
         assert doomed.has_been_hit, "the fault never happened"
-        await cluster.idle()
 
 
 _QUICK_PATHS = (two_ranks_to_one, fetched_prefix, migrated)

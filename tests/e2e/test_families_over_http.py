@@ -114,4 +114,3 @@ async def _served(model_dir: Path, redis_url: str, tree: dict[str, Any]) -> Asyn
             yield "http://{}:{}".format(*service.http_address)
         finally:
             await service.close()
-        await cluster.idle()

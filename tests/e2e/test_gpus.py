@@ -66,7 +66,6 @@ def test_answers_are_those_of_one_process(
             answers = await _ask(cluster)
             _check(answers, reference(model_dir, _PROMPTS, _SAMPLINGS, device="cuda"))
             assert all(answer.route.blocks_shipped for answer in answers)
-            await cluster.idle()
 
     asyncio.run(play())
 
@@ -86,7 +85,6 @@ def test_answers_with_several_ranks_are_those_of_one_process(
     async def play() -> None:
         async with local_cluster(model_dir, redis_url, processes=True, **tree) as cluster:
             _check(await _ask(cluster), reference(model_dir, _PROMPTS, _SAMPLINGS, device="cuda"))
-            await cluster.idle()
 
     asyncio.run(play())
 
@@ -103,7 +101,6 @@ def test_answers_with_8_bit_pools_are_those_of_one_process(
         async with local_cluster(model_dir, redis_url, processes=True, **_tree(1, 1, pool_dtype=pool_dtype)) as cluster:
             for prompt, sampling in zip(_PROMPTS, _SAMPLINGS, strict=True):
                 _check([await cluster.generate(prompt, sampling)], reference(model_dir, [prompt], sampling, **engine))
-            await cluster.idle()
 
     asyncio.run(play())
 
@@ -127,7 +124,6 @@ def test_request_resumes_on_another_replica_after_a_kill(
             answers = await _ask(cluster)
             assert doomed.has_been_hit, "the fault never happened"
             _check(answers, reference(model_dir, _PROMPTS, _SAMPLINGS, device="cuda"))
-            await cluster.idle()
 
     asyncio.run(play())
 
@@ -143,6 +139,5 @@ def test_answers_migrate_to_another_replica(checkpoint: Checkpoint, reference: R
             await cluster.until(lambda: cluster.seen(first).status.running)
             await cluster.drain(first)
             _check(await answering, reference(model_dir, _PROMPTS, _SAMPLINGS, device="cuda"))
-            await cluster.idle()
 
     asyncio.run(play())

@@ -57,7 +57,7 @@ def test_quantized_weights(
         model_dir, weights = tmp_path, "auto"
     engine = _engine(device) | {"weights": weights}
     expected = [
-        [token.token_id for token in reference(model_dir, [prompt], sampling, **engine)[0]]
+        reference.ids(model_dir, [prompt], sampling, **engine)[0]
         for prompt, sampling in zip(_PROMPTS, _SAMPLINGS, strict=True)
     ]
     assert asyncio.run(_answers(model_dir, redis_url, _tree(device, weights=weights))) == expected
@@ -108,7 +108,6 @@ async def _answers(model_dir: Path, redis_url: str, tree: dict[str, Any]) -> lis
             answer = await cluster.generate(prompt, sampling)
             assert answer.route.blocks_shipped
             found.append(answer.ids)
-        await cluster.idle()
     return found
 
 

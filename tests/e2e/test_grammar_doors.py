@@ -78,7 +78,6 @@ async def test_answers_follow_the_requested_format_on_both_endpoints(smollm2_dir
             await _check_grpc(service.grpc_port)
         finally:
             await service.close()
-        await cluster.idle()
 
 
 async def _check_formats(client: AsyncOpenAI) -> None:

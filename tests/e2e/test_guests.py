@@ -105,7 +105,6 @@ async def test_what_a_full_decode_pool_has_no_room_for_is_answered_beside_prompt
         homes = [answer.route.decode_replica for answer in answers]
         assert sorted(homes) == sorted([full.id, staying.id, empty.id, successor.id] * 2)
         assert {answer.route.attempts for answer in answers} == {1} and answers[-1].route.prefill_replica == staying.id
-        await cluster.idle()
 
 
 @pytest.mark.slow
@@ -134,4 +133,3 @@ async def test_local_decodes_and_decodes_of_the_last_replica_resume_after_kills(
         assert [answer.ids for answer in answers] == load.expected
         assert {answer.route.migrations for answer in answers} == {1}
         assert {answer.route.decode_replica for answer in answers} == {left.id}
-        await cluster.idle()

@@ -76,7 +76,6 @@ async def _endpoint(model_dir: Path, redis_url: str) -> AsyncIterator[httpx.Asyn
                 yield client
         finally:
             await service.close()
-        await cluster.idle()
 
 
 @pytest.mark.timeout(240)

@@ -40,7 +40,7 @@ async def test_chat_with_a_model_in_mistrals_own_format(tmp_path: Path, redis_ur
     template = ChatTemplate(find_chat_template(own), special_tokens=tokenizer.special_tokens)
     prompt = tokenizer.encode(template.render(_MESSAGES), add_special_tokens=False)
     sampling = Sampling(max_tokens=12, temperature=0.0, stop_token_ids=tuple(tokenizer.eos_token_ids))
-    expected = [token.token_id for token in reference(theirs, [prompt], sampling)[0]]
+    expected = reference.ids(theirs, [prompt], sampling)[0]
 
     tree = exact_tree(1, 1, grpc_port=free_port(), http_port=free_port())
     async with local_cluster(own, redis_url, **tree) as cluster:

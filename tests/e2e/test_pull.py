@@ -96,7 +96,6 @@ async def test_prefix_is_fetched_from_another_prefill_replica(
         assert totals.computed_tokens == 100 - 64
         again = await _ask(cluster, policy, longer, "prefill-1 > decode-2")
         assert (again.ids, again.route.cached_tokens) == (second.ids, 96), "fetched blocks must be cached"
-        await cluster.idle()
 
 
 async def test_answer_of_one_turn_is_fetched_for_the_next(
@@ -115,7 +114,6 @@ async def test_answer_of_one_turn_is_fetched_for_the_next(
         # There are 43 positions after the first turn, 75 after the second. The prefill replica had one block, the first
         # decode replica two.
         assert fetched == [(0, 0), (16, 16), (32, 32)]
-        await cluster.idle()
 
 
 async def test_source_ships_only_blocks_that_it_still_has(
@@ -141,7 +139,7 @@ _HOLDER_EVENTS = {
 }
 
 
-# A frozen process takes seconds to detect; test_partition.py has a silent replica.
+# A frozen process takes seconds to detect; test_network.py has a silent replica.
 _CASES = quick(
     product(_HOLDER_EVENTS, [signal.SIGKILL, signal.SIGSTOP]),
     [("it is asked", signal.SIGKILL), ("it ships", signal.SIGKILL)],
@@ -170,7 +168,6 @@ async def test_the_holder_dies_in_a_pull(
         assert answer.route.attempts == 1
         if number is signal.SIGSTOP:
             prefix_source.send(signal.SIGCONT)
-        await cluster.idle()
 
 
 async def test_the_puller_dies_in_a_pull(checkpoint: Checkpoint, reference: Reference, redis_url: str) -> None:
@@ -184,7 +181,6 @@ async def test_the_puller_dies_in_a_pull(checkpoint: Checkpoint, reference: Refe
             answer = await _ask(cluster, policy, prompt, *ways, fetch=64)
         assert [answer.ids] == _ids(reference(model_dir, [prompt], _GREEDY))
         assert doomed.has_been_hit and answer.route.prefill_replica == prefill
-        await cluster.idle()
 
 
 async def test_cancelled_fetch_frees_everything(checkpoint: Checkpoint, redis_url: str) -> None:
@@ -203,7 +199,6 @@ async def test_cancelled_fetch_frees_everything(checkpoint: Checkpoint, redis_ur
         others = [replica for replica in cluster.replicas if replica.id != prefix_source.id]
         await cluster.until(lambda: not any(replica.status.running for replica in others))
         prefix_source.send(signal.SIGCONT)
-        await cluster.idle()
 
 
 class SteadyRates:
@@ -250,7 +245,6 @@ async def test_each_chat_turn_computes_only_new_tokens(
                 assert answer.route.fetched_tokens >= 16 * (number > 0), "the answer comes from who gave it"
             num_known = (len(turn) + len(answer.ids) - 1) // 16 * 16
             turn = turn + answer.ids + prompts(21)[0]
-        await cluster.idle()
 
 
 async def test_a_hot_prefix_is_copied_before_it_queues(
@@ -263,7 +257,7 @@ async def test_a_hot_prefix_is_copied_before_it_queues(
         rates.replicas = cluster.replicas
         first = await cluster.generate(prefix, _GREEDY)
         await _known(cluster, prefix, 320)
-        answers = await asyncio.gather(*(cluster.generate(p, _GREEDY, id=str(i)) for i, p in enumerate(inputs)))
+        answers = await cluster.generate_all(inputs, _GREEDY)
         assert [answer.ids for answer in answers] == _ids(reference(model_dir, inputs, _GREEDY))
         other = next(r.id for r in cluster.pools[Role.PREFILL] if r.id != first.route.prefill_replica)
         assert {answer.route.prefill_replica for answer in answers} == {first.route.prefill_replica, other}
@@ -272,4 +266,3 @@ async def test_a_hot_prefix_is_copied_before_it_queues(
         fetched = sum(answer.route.fetched_tokens for answer in answers)
         assert sum(reused) >= 6 * 320 and (fetched >= 320 or 0 in reused)
         assert (await _totals(cluster, other, num_pulls=min(1, fetched))).fetched_tokens == fetched
-        await cluster.idle()

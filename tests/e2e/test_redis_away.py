@@ -153,7 +153,6 @@ async def test_a_replica_that_dies_meanwhile_is_forgotten_when_it_is_back(
         assert {answer.route.decode_replica for answer in answers} == {cluster.pools[Role.DECODE][1].id}
         own_redis.start()
         await becomes(lambda: cluster.replicas.get(doomed.id) is None)
-        await cluster.idle()
 
 
 @pytest.mark.parametrize("fault", quick(["full", "wrong types", "slow", "away"], ["away", "wrong types"]))

@@ -42,7 +42,6 @@ async def test_operators_see_requests_replicas_and_routers(
             await _look(services)
         finally:
             await asyncio.gather(*(service.close() for service in services))
-        await cluster.idle()
 
 
 async def _look(services: list[RouterService]) -> None:

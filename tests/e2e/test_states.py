@@ -78,7 +78,6 @@ async def test_checkpoints_of_answers_are_fetched(checkpoint: Checkpoint, refere
         expected = reference(model_dir, [next_turn], _GREEDY)
         assert again.ids == [token.token_id for token in expected[0]]
         assert (again.route.cached_tokens, again.route.fetched_tokens) == (48, 32), "80 tokens have a checkpoint"
-        await cluster.idle()
 
 
 def _small_pools(model_dir: Path, *, tp: int, prefill: int = 1, host: bool = True) -> dict[str, Any]:
@@ -103,13 +102,12 @@ async def test_evicted_states_return_from_lower_tiers(
     inputs = prompts(100, 100, 100, 100)
     tree = _small_pools(model_dir, tp=tp, host=host)
     tree["prefill"]["kv_disk_path"] = str(tmp_path)
-    expected = [[token.token_id for token in tokens] for tokens in reference(model_dir, inputs, _GREEDY)]
+    expected = reference.ids(model_dir, inputs, _GREEDY)
     async with local_cluster(model_dir, redis_url, **tree) as cluster:
         for _ in range(2):
             answers = [await cluster.generate(tokens, _GREEDY) for tokens in inputs]
             assert [answer.ids for answer in answers] == expected
         assert [answer.route.cached_tokens for answer in answers] == [96] * 4
-        await cluster.idle()
 
 
 async def test_evicted_states_are_fetched_by_other_replicas(
@@ -120,7 +118,7 @@ async def test_evicted_states_are_fetched_by_other_replicas(
     policy = FakePolicy()
     for tokens in inputs:
         policy.ways[len(tokens)] = [Option(prefill="prefill-0", decode="decode-2")]
-    expected = [token.token_id for token in reference(model_dir, inputs[:1], _GREEDY)[0]]
+    expected = reference.ids(model_dir, inputs[:1], _GREEDY)[0]
     async with local_cluster(
         model_dir, redis_url, policy=policy, **_small_pools(model_dir, tp=1, prefill=2)
     ) as cluster:
@@ -129,7 +127,6 @@ async def test_evicted_states_are_fetched_by_other_replicas(
         policy.ways[100] = [Option(prefill="prefill-1", decode="decode-2", fetch_from="prefill-0", fetch_tokens=96)]
         again = await cluster.generate(inputs[0], _GREEDY)
         assert again.ids == expected and again.route.fetched_tokens == 96
-        await cluster.idle()
 
 
 async def test_evicted_states_return_to_replicas_that_do_both(
@@ -142,7 +139,7 @@ async def test_evicted_states_return_to_replicas_that_do_both(
     size = {key: tree["prefill"][key] for key in ("max_running", "kv_memory_gib", "kv_host_gib")}
     tree = exact_tree(0, 1)
     tree["decode"] |= size | {"kv_memory_gib": 3 * size["kv_memory_gib"]}
-    expected = [[token.token_id for token in tokens] for tokens in reference(model_dir, inputs, _GREEDY)]
+    expected = reference.ids(model_dir, inputs, _GREEDY)
     async with local_cluster(model_dir, redis_url, **tree) as cluster:
         for _ in range(2):
             answers = [await cluster.generate(tokens, _GREEDY) for tokens in inputs]

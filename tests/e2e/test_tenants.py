@@ -92,7 +92,6 @@ async def router_with(
         finally:
             await service.close()
             await publisher.close()
-        await cluster.idle()
 
 
 @pytest.mark.timeout(180)

@@ -59,7 +59,6 @@ async def _service(model_dir: Path, redis_url: str, template: Path) -> AsyncIter
             yield service
         finally:
             await service.close()
-        await cluster.idle()
 
 
 @pytest.mark.timeout(300)

@@ -125,7 +125,6 @@ async def _answers(
                 others = await asyncio.gather(*(cluster.add(role, fault) for role, fault in faults.items()))
             answers += await asyncio.gather(*(_generate(cluster, one) for one in requests[first : first + _WAVE]))
             dead += [other for other in others if other not in dead and other.has_been_hit]
-        await cluster.idle()
     went_on = sum(answer.route.migrations > 0 for answer in answers)
     again = sum(answer.route.attempts > 1 for answer in answers)
     print(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -54,13 +53,12 @@ _TREE: dict[str, Any] = {
 
 async def test_a_full_disk_for_logs_stops_nobody(checkpoint: Checkpoint, reference: Reference, redis_url: str) -> None:
     model_dir, inputs = checkpoint("llama"), prompts(20, 40, 60)
-    expected = [[token.token_id for token in tokens] for tokens in reference(model_dir, inputs, _GREEDY)]
+    expected = reference.ids(model_dir, inputs, _GREEDY)
     async with local_cluster(model_dir, redis_url, processes=True, **_TREE) as cluster:
         for role in Role:
             await cluster.add(role, log="/dev/full")  # every write to it fails with ENOSPC
-        answers = await asyncio.gather(*(cluster.generate(p, _GREEDY, id=str(i)) for i, p in enumerate(inputs)))
+        answers = await cluster.generate_all(inputs, _GREEDY)
         assert [answer.ids for answer in answers] == expected
-        await cluster.idle()
 
 
 async def test_what_a_router_held_is_free_after_its_death(checkpoint: Checkpoint, redis_url: str) -> None:
@@ -83,7 +81,6 @@ async def test_what_a_router_held_is_free_after_its_death(checkpoint: Checkpoint
             for call in calls:
                 event = await call.read()
                 assert event is not grpc.aio.EOF and event.WhichOneof("event") == "reserved"
-        await cluster.idle()
 
 
 @pytest.mark.parametrize("package", PACKAGES)
