@@ -52,7 +52,7 @@ from tests.support.rank_in_process import RANKS_LOG, Fault, RankInProcess, audit
 from tests.support.waiting import WITHIN_S, becomes
 
 _MAKERS = {Role.PREFILL: prefill_worker.actor.make_rank, Role.DECODE: decode_worker.actor.make_rank}
-_SETTLE_S = 30.0
+SETTLE_S = 30.0  # shorter than the expiry of a handoff, so free blocks were returned and did not expire
 _REFRESH_S = 0.02  # routers would read the membership less often, and each start of a replica waits for that
 
 
@@ -108,6 +108,7 @@ class LocalCluster:
     model: str
     processes: bool = False
     host: str = "127.0.0.1"  # of ranks that run on no other Host
+    settle_s: float = SETTLE_S  # limit for replicas to become idle
     pools: dict[Role, list[LocalReplica]] = field(default_factory=lambda: {role: [] for role in Role})
     replicas: Replicas = field(init=False)
     core: RouterCore = field(init=False)
@@ -268,19 +269,19 @@ class LocalCluster:
         async with asyncio.timeout(WITHIN_S):
             return await asyncio.gather(*requests)
 
-    async def idle(self, *, timeout_s: float = 30.0) -> None:
-        """Wait until every live replica is idle and has all its blocks back.
-
-        The timeout of 30 s is shorter than the expiry of a handoff, so free blocks were returned and did not expire.
-        """
-        await becomes(lambda: all(_is_idle(one) for one in self.every_replica if one.is_alive), within_s=timeout_s)
+    async def idle(self, *, timeout_s: float | None = None) -> None:
+        """Wait until every live replica is idle and has all its blocks back. timeout_s: None for `settle_s`."""
+        await becomes(
+            lambda: all(_is_idle(one) for one in self.every_replica if one.is_alive),
+            within_s=timeout_s or self.settle_s,
+        )
 
     async def check_whole(self, *, clear: bool = False) -> None:
         """Assert that every request has ended, and that each live replica has all its blocks in consistent tables.
 
         clear: forget what the replicas have cached.
         """
-        await becomes(lambda: not self.core.num_running + self.core.admission.num_waiting, within_s=_SETTLE_S)
+        await becomes(lambda: not self.core.num_running + self.core.admission.num_waiting, within_s=self.settle_s)
         await self.idle()
         for replica in self.every_replica:
             if replica.is_alive:
@@ -423,7 +424,7 @@ async def local_cluster(
 
     is_alone: empty the database in Redis. Tests that change nothing of their cluster use tests.support.shared_clusters.
     """
-    cluster = make_cluster(parse_tree(model_dir, tree), redis_url, processes=processes, host=host, flushes=is_alone)
+    cluster = make_cluster(parse_tree(model_dir, tree), redis_url, processes=processes, host=host, is_alone=is_alone)
     try:
         async with cluster.routed(policy):
             await cluster.start()
@@ -438,9 +439,9 @@ def parse_tree(model_dir: Path, tree: dict[str, Any]) -> Spec:
     return parse_spec(tree | {role.value: {"kv_memory_gib": 0.1} | tree.get(role.value, {}) for role in Role})
 
 
-def make_cluster(spec: Spec, redis_url: str, *, processes: bool, host: str, flushes: bool) -> LocalCluster:
-    """Return a cluster without replicas. flushes: empty its database in Redis."""
-    if flushes:
+def make_cluster(spec: Spec, redis_url: str, *, is_alone: bool = True, **options: Any) -> LocalCluster:
+    """Return a cluster without replicas. is_alone: empty its database in Redis. options: of LocalCluster."""
+    if is_alone:
         with redis.Redis.from_url(redis_url) as client:
             client.flushdb()
     authority = (
@@ -451,6 +452,5 @@ def make_cluster(spec: Spec, redis_url: str, *, processes: bool, host: str, flus
         authority=authority,
         router=_identity(spec, authority, ProcessName.of_router(spec.name, "router-0")),
         model=model_config.fingerprint(Path(spec.model.source)),
-        processes=processes,
-        host=host,
+        **options,
     )

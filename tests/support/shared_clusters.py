@@ -23,7 +23,7 @@ import redis
 
 from core.spec.schema import Spec
 from router.routing.policy import Policy
-from tests.support.local_cluster import LocalCluster, make_cluster, parse_tree
+from tests.support.local_cluster import SETTLE_S, LocalCluster, make_cluster, parse_tree
 from tests.support.waiting import becomes
 
 _MAX_LIVE = 3
@@ -35,8 +35,9 @@ class SharedClusters:
     A cluster is in `_idle` only while no test uses it, and returns only from a test that passed and left it whole.
     """
 
-    def __init__(self, redis_url: str) -> None:
-        """redis_url: of a server with a database for each of them, beside database 0."""
+    def __init__(self, redis_url: str, *, settle_s: float = SETTLE_S) -> None:
+        """redis_url: of a server with a database for each of them, beside database 0. settle_s: see LocalCluster."""
+        self._settle_s = settle_s
         self._idle: OrderedDict[tuple[str, bool], LocalCluster] = OrderedDict()
         self._urls = [f"{redis_url}?db={number}" for number in range(1, _MAX_LIVE + 1)]
 
@@ -68,7 +69,7 @@ class SharedClusters:
     async def _make(self, spec: Spec, processes: bool) -> LocalCluster:
         if not self._urls:
             await asyncio.to_thread(self._stop_oldest)
-        return make_cluster(spec, self._urls.pop(), processes=processes, host="127.0.0.1", flushes=True)
+        return make_cluster(spec, self._urls.pop(), processes=processes, settle_s=self._settle_s)
 
     def close(self) -> None:
         while self._idle:
