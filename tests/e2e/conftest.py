@@ -49,6 +49,11 @@ def exact_tree(prefill: int, decode: int, *, tp: tuple[int, int] = (1, 1), **rou
     }
 
 
+def smollm2_tree(**router: Any) -> dict[str, Any]:
+    """Return the spec of a deployment of SmolLM2 whose answers depend on neither the route nor the batch."""
+    return {"model": {"served_name": "smollm2", "dtype": "float32"}, "kv": {"wire_dtype": "raw"}, "router": router}
+
+
 def on_device(device: str, tree: dict[str, Any]) -> dict[str, Any]:
     """Return the spec for `device`. On a GPU all ranks share it."""
     if device == "cuda":

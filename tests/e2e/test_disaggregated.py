@@ -15,7 +15,7 @@ from core.types.token_rules import TokenRules
 from frontend.chat.chat_template import ChatTemplate
 from frontend.chat.template_files import find_chat_template
 from frontend.text.tokenizer import Tokenizer
-from tests.e2e.conftest import Checkpoint, Reference, exact_tree, gib_of_blocks
+from tests.e2e.conftest import Checkpoint, Reference, exact_tree, gib_of_blocks, smollm2_tree
 from tests.engine.steps import prompts
 from tests.engine.tiny_models import DEEPSEEK_V2, DEEPSEEK_V3
 from tests.support.local_cluster import local_cluster
@@ -85,9 +85,9 @@ async def test_smollm2(
     template = ChatTemplate(find_chat_template(smollm2_dir), special_tokens=tokenizer.special_tokens)
     questions = ("What is the capital of France?", "Name three colours of the rainbow.")
     texts = [template.render([{"role": "user", "content": question}]) for question in questions]
-    tree = exact_tree(1, 1, tp=tp) | {"model": {"dtype": dtype}}
-    for role in Role:
-        tree[role] |= {"kv_memory_gib": 0.1, "max_batch_tokens": 512}
+    tree = smollm2_tree(max_local_prefill=0)
+    tree["model"] |= {"dtype": dtype}
+    tree |= {role.value: {"tensor_parallel": size} for role, size in zip(Role, tp, strict=True)}
     async with shared_cluster(smollm2_dir, **tree) as cluster:
         for text in texts:
             prompt, sampling = tokenizer.encode(text, add_special_tokens=False), replace(_GREEDY, max_tokens=12)

@@ -10,45 +10,31 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from core.process.ports import free_port
 from core.rpc import inference_pb2 as pb
 from core.rpc import inference_pb2_grpc as rpc
-from frontend.service import RouterService
-from tests.support.identities import router
-from tests.support.local_cluster import local_cluster
+from tests.e2e.conftest import smollm2_tree
 from tests.support.plain_http import http_client
+from tests.support.router_service import admin_url, http_url, router_service
 from tests.support.scraping import scrape_workers
 from tests.support.sdk_clients import openai_client
-from tests.support.waiting import becomes
+from tests.support.shared_clusters import SharedClusters
 
 _QUESTION = "What is the capital of France?"
 _MESSAGES = [{"role": "user", "content": _QUESTION}]
 
 
 @pytest.mark.timeout(180)
-async def test_chat_streams_seeds_stops_and_errors_at_both_doors(smollm2_dir: Path, redis_url: str) -> None:
-    # Answers with equal seeds are compared, so neither a bf16 batch nor an fp8 wire on one of two routes may change a
-    # token.
-    model, kv = {"served_name": "smollm2", "dtype": "float32"}, {"wire_dtype": "raw"}
-    tree = {"model": model, "kv": kv, "router": {"grpc_port": free_port(), "http_port": free_port()}}
-    async with local_cluster(smollm2_dir, redis_url, **tree) as cluster:
-        service = await RouterService.open(
-            cluster.spec,
-            credentials=cluster.credentials,
-            identity=cluster.identity(router("router-1")),
-        )
-        try:
-            async with asyncio.timeout(150):
-                await becomes(lambda: all(service.health().values()))
-                url = "http://{}:{}".format(*service.http_address)
-                await _check_health(url)
-                async with openai_client(base_url=f"{url}/v1", api_key="none") as client:
-                    await _check_openai(client)
-                await _check_lm_eval(url)
-                await _check_grpc(service.grpc_port)
-                await _check_admin("http://{}:{}".format(*service.admin_address))
-        finally:
-            await service.close()
+async def test_chat_streams_seeds_stops_and_errors_at_both_doors(
+    smollm2_dir: Path, shared_cluster: SharedClusters
+) -> None:
+    async with shared_cluster(smollm2_dir, **smollm2_tree()) as cluster, router_service(cluster) as service:
+        async with asyncio.timeout(150):
+            await _check_health(http_url(service))
+            async with openai_client(base_url=f"{http_url(service)}/v1", api_key="none") as client:
+                await _check_openai(client)
+            await _check_lm_eval(http_url(service))
+            await _check_grpc(service.grpc_port)
+            await _check_admin(admin_url(service))
 
 
 async def _check_health(url: str) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -12,17 +10,14 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from core.process.ports import free_port
-from frontend.service import RouterService
 from tests.e2e.conftest import Checkpoint, exact_tree
 from tests.engine.model.test_models import FAMILIES
 from tests.engine.steps import prompts
 from tests.engine.tiny_models import random_model, reference_logits, tiny_config
-from tests.support.identities import router
-from tests.support.local_cluster import local_cluster
 from tests.support.plain_http import http_client
+from tests.support.router_service import http_url, router_service
 from tests.support.sdk_clients import openai_client
-from tests.support.waiting import becomes
+from tests.support.shared_clusters import SharedClusters
 
 _WITHIN = 1e-3
 _NUM_TOP = 5
@@ -43,14 +38,17 @@ def _cases() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("family", "ranks"), list(_cases()))
 async def test_logprobs_and_greedy_tokens_equal_transformers(
-    family: str, ranks: int, checkpoint: Checkpoint, redis_url: str
+    family: str, ranks: int, checkpoint: Checkpoint, shared_cluster: SharedClusters
 ) -> None:
     """ranks: of the prefill replica."""
     architecture, changes = FAMILIES[family]
     model = random_model(tiny_config(architecture, **changes))
-    tree = exact_tree(1, 1)
-    tree["prefill"]["tensor_parallel"] = ranks
-    async with _served(checkpoint(architecture, **changes), redis_url, tree) as url:
+    tree = exact_tree(1, 1, tp=(ranks, 1))
+    async with (
+        shared_cluster(checkpoint(architecture, **changes), **tree) as cluster,
+        router_service(cluster, model={"served_name": "tiny"}) as service,
+    ):
+        url = http_url(service)
         async with http_client(base_url=url, timeout=60) as http:
             # All prompts of one batch, then a prompt whose first blocks are cached, with and without its scores.
             for asked, echo in ((_PROMPTS, True), ([_LONGER], True), ([_LONGER], False)):
@@ -99,18 +97,3 @@ def _check(model: PreTrainedModel, prompt: list[int], logprobs: dict[str, list[A
 
 def _id(token: str) -> int:
     return int(token.strip("<>"))
-
-
-@asynccontextmanager
-async def _served(model_dir: Path, redis_url: str, tree: dict[str, Any]) -> AsyncIterator[str]:
-    """Yield the URL of a deployment's HTTP endpoint."""
-    tree["model"] |= {"served_name": "tiny"}
-    tree["router"] |= {"grpc_port": free_port(), "http_port": free_port()}
-    async with local_cluster(model_dir, redis_url, **tree) as cluster:
-        identity = cluster.identity(router("router-1"))
-        service = await RouterService.open(cluster.spec, credentials=cluster.credentials, identity=identity)
-        try:
-            await becomes(lambda: all(service.health().values()))
-            yield "http://{}:{}".format(*service.http_address)
-        finally:
-            await service.close()

@@ -15,13 +15,12 @@ import httpx
 import pytest
 
 from core.grammar.compiler import CompiledGrammar, GrammarCompiler
-from core.process.ports import free_port
 from core.types.constraints import Grammar
-from frontend.service import RouterService
 from tests.support.hostile_schemas import hostile_schemas
-from tests.support.identities import router
-from tests.support.local_cluster import beside, local_cluster
+from tests.support.local_cluster import beside
 from tests.support.plain_http import http_client
+from tests.support.router_service import http_url, router_service
+from tests.support.shared_clusters import SharedClusters
 from tests.support.waiting import WITHIN_S, becomes
 
 _CHAT = {"model": "smollm2", "messages": [{"role": "user", "content": "Tell me a tale."}], "temperature": 0}
@@ -59,28 +58,20 @@ class _Stream:
 
 
 @asynccontextmanager
-async def _endpoint(model_dir: Path, redis_url: str) -> AsyncIterator[httpx.AsyncClient]:
+async def _endpoint(model_dir: Path, shared_cluster: SharedClusters) -> AsyncIterator[httpx.AsyncClient]:
     tree = {
         "model": {"served_name": "smollm2"},
         "prefill": {"kv_memory_gib": 0.25},
         "decode": {"kv_memory_gib": 0.25},
-        "router": {"grpc_port": free_port(), "http_port": free_port()},
     }
-    async with local_cluster(model_dir, redis_url, processes=True, **tree) as cluster:
-        identity = cluster.identity(router("router-1"))
-        service = await RouterService.open(cluster.spec, credentials=cluster.credentials, identity=identity)
-        try:
-            await becomes(lambda: all(service.health().values()))
-            url = "http://{}:{}/v1".format(*service.http_address)
-            async with http_client(base_url=url, timeout=WITHIN_S) as client:
-                yield client
-        finally:
-            await service.close()
+    async with shared_cluster(model_dir, processes=True, **tree) as cluster, router_service(cluster) as service:
+        async with http_client(base_url=f"{http_url(service)}/v1", timeout=WITHIN_S) as client:
+            yield client
 
 
 @pytest.mark.timeout(240)
 async def test_streams_continue_while_schemas_are_compiled(
-    smollm2_dir: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+    smollm2_dir: Path, shared_cluster: SharedClusters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each compilation waits until a concurrent stream has received tokens.
 
@@ -93,7 +84,7 @@ async def test_streams_continue_while_schemas_are_compiled(
         compiled.append(grammar.text)
         return compile_it(self, grammar, param=param)
 
-    async with _endpoint(smollm2_dir, redis_url) as client:
+    async with _endpoint(smollm2_dir, shared_cluster) as client:
         stream = _Stream(client)
         async with beside(stream.run()):
             await becomes(lambda: stream.times)
@@ -105,9 +96,9 @@ async def test_streams_continue_while_schemas_are_compiled(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-async def test_each_hostile_schema_is_answered_quickly(smollm2_dir: Path, redis_url: str) -> None:
+async def test_each_hostile_schema_is_answered_quickly(smollm2_dir: Path, shared_cluster: SharedClusters) -> None:
     took: list[tuple[float, int, str]] = []
-    async with _endpoint(smollm2_dir, redis_url) as client:
+    async with _endpoint(smollm2_dir, shared_cluster) as client:
         stream = _Stream(client)
         async with beside(stream.run()):
             await becomes(lambda: len(stream.times) > 50)

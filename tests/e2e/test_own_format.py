@@ -7,20 +7,17 @@ from pathlib import Path
 import pytest
 
 from core.model.source import resolve
-from core.process.ports import free_port
 from core.types.request import Sampling
 from frontend.chat.chat_template import ChatTemplate
 from frontend.chat.template_files import find_chat_template
-from frontend.service import RouterService
 from frontend.text.tokenizer import Tokenizer
 from tests.core.model.test_tokenizer_formats import write_tekken
 from tests.e2e.conftest import Reference, exact_tree
 from tests.engine.mistral_files import write_mistral
 from tests.engine.tiny_models import YARN, random_model, tiny_config
-from tests.support.identities import router
 from tests.support.local_cluster import local_cluster
 from tests.support.plain_http import http_client
-from tests.support.waiting import becomes
+from tests.support.router_service import http_url, router_service
 
 _ROPE = YARN | {"llama_4_scaling_beta": 0.1, "attention_factor": 1.0}
 _MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Where does the sun rise?"}]
@@ -42,19 +39,11 @@ async def test_chat_with_a_model_in_mistrals_own_format(tmp_path: Path, redis_ur
     sampling = Sampling(max_tokens=12, temperature=0.0, stop_token_ids=tuple(tokenizer.eos_token_ids))
     expected = reference.ids(theirs, [prompt], sampling)[0]
 
-    tree = exact_tree(1, 1, grpc_port=free_port(), http_port=free_port())
-    async with local_cluster(own, redis_url, **tree) as cluster:
-        identity = cluster.identity(router("router-1"))
-        service = await RouterService.open(cluster.spec, credentials=cluster.credentials, identity=identity)
-        try:
-            await becomes(lambda: service.health()["decode"])
-            url = "http://{}:{}".format(*service.http_address)
-            async with http_client(base_url=url, timeout=60) as client:
-                asked = {"model": "own", "messages": _MESSAGES, "max_tokens": 12, "temperature": 0}
-                asked["return_token_ids"] = True
-                answer = (await client.post("/v1/chat/completions", json=asked)).json()
-        finally:
-            await service.close()
+    async with local_cluster(own, redis_url, **exact_tree(1, 1)) as cluster, router_service(cluster) as service:
+        async with http_client(base_url=http_url(service), timeout=60) as client:
+            asked = {"model": "own", "messages": _MESSAGES, "max_tokens": 12, "temperature": 0}
+            asked["return_token_ids"] = True
+            answer = (await client.post("/v1/chat/completions", json=asked)).json()
     (choice,) = answer["choices"]
     assert answer["prompt_token_ids"] == prompt
     assert choice["token_ids"] == expected, "as of the same model in transformers' format"

@@ -9,7 +9,7 @@ SECONDS = {  # on two cores; a file that is not here comes after them
     "tests/cluster/cli/test_cli.py": 24,
     "tests/e2e/test_failover.py": 19,
     "tests/engine/kernels/test_compiled.py": 12,
-    "tests/e2e/test_profile.py": 11,
+    "tests/e2e/test_measured.py": 11,
     "tests/e2e/test_heads.py": 11,
     "tests/engine/kernels/test_attention.py": 10,
     "tests/engine/model/test_models.py": 10,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -15,10 +15,16 @@ from tests.support.waiting import becomes
 
 
 @asynccontextmanager
-async def router_service(cluster: LocalCluster, name: str = "router-1", **options: Any) -> AsyncIterator[RouterService]:
-    """Open a router of the cluster on free ports and wait until it knows all replicas. options: of RouterService."""
-    ports = {"grpc_port": free_port(), "http_port": free_port()}
-    spec = cluster.spec.model_copy(update={"router": cluster.spec.router.model_copy(update=ports)})
+async def router_service(
+    cluster: LocalCluster, name: str = "router-1", *, model: Mapping[str, Any] | None = None, **options: Any
+) -> AsyncIterator[RouterService]:
+    """Open a router of the cluster on free ports and wait until it knows all replicas.
+
+    model: what its spec says of the model beside the cluster's. options: of RouterService.open.
+    """
+    ports, spec = {"grpc_port": free_port(), "http_port": free_port()}, cluster.spec
+    changes = {"router": spec.router.model_copy(update=ports), "model": spec.model.model_copy(update=model or {})}
+    spec = spec.model_copy(update=changes)
     identity = cluster.identity(router(name, deployment=spec.name))
     service = await RouterService.open(spec, credentials=cluster.credentials, identity=identity, **options)
     try:
