@@ -17,10 +17,10 @@ from engine.timing.pace import Pace
 from router.routing.plain_policies import RoundRobin
 from router.routing.policy import Option
 from tests.e2e.conftest import Checkpoint, Reference, exact_tree
-from tests.e2e.test_pull import FakePolicy
 from tests.engine.model.test_models import FAMILIES
 from tests.engine.steps import prompts
 from tests.support.ceiling import Ceiling
+from tests.support.fake_policy import FakePolicy
 from tests.support.local_cluster import LocalCluster, local_cluster, moved
 from tests.support.rank_in_process import Fault
 from tests.support.waiting import WITHIN_S

@@ -19,13 +19,13 @@ from engine.spec_decode.proposer import ModelProposer, Proposal
 from engine.spec_decode.speculation import Speculation
 from router.routing.policy import Option
 from tests.e2e.conftest import Checkpoint, Reference, exact_tree
-from tests.e2e.test_pull import FakePolicy
 from tests.engine.spec_decode.heads.eagle1_files import eagle1_reference, write_eagle1
 from tests.engine.spec_decode.heads.head_files import eagle_reference, medusa_reference, write_eagle, write_medusa
 from tests.engine.spec_decode.heads.mtp_files import write_mtp
 from tests.engine.steps import prompts
 from tests.engine.tiny_models import LATENT
 from tests.support.ceiling import Ceiling
+from tests.support.fake_policy import FakePolicy
 from tests.support.grids import quick
 from tests.support.local_cluster import LocalCluster, local_cluster, moved
 from tests.support.waiting import WITHIN_S

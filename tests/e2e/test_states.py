@@ -13,9 +13,9 @@ from core.types.request import Role, Sampling
 from engine.config import GIB, EngineConfig
 from router.routing.policy import Option
 from tests.e2e.conftest import Checkpoint, Reference, exact_tree
-from tests.e2e.test_pull import FakePolicy
 from tests.engine.steps import prompts
 from tests.engine.tiny_models import DELTA_NET
+from tests.support.fake_policy import FakePolicy
 from tests.support.grids import quick
 from tests.support.local_cluster import LocalCluster, local_cluster
 from tests.support.waiting import becomes

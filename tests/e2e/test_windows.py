@@ -16,11 +16,11 @@ from engine.tiers.disk_store import DiskStore
 from engine.timing.pace import Pace
 from router.routing.policy import Option
 from tests.e2e.conftest import Checkpoint, Reference, exact_tree
-from tests.e2e.test_pull import FakePolicy
 from tests.engine.spec_decode.heads.head_files import write_eagle
 from tests.engine.steps import prompts
 from tests.engine.tiny_models import GPT_OSS
 from tests.support.ceiling import Ceiling
+from tests.support.fake_policy import FakePolicy
 from tests.support.grids import quick
 from tests.support.local_cluster import LocalCluster, local_cluster, moved
 
