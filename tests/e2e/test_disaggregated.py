@@ -15,7 +15,7 @@ from core.types.token_rules import TokenRules
 from frontend.chat.chat_template import ChatTemplate
 from frontend.chat.template_files import find_chat_template
 from frontend.text.tokenizer import Tokenizer
-from tests.e2e.conftest import Checkpoint, Reference, exact_tree, gib_of_blocks, smollm2_tree
+from tests.e2e.conftest import Checkpoint, Reference, exact_tree, gib_of_blocks, on_device, smollm2_tree
 from tests.engine.steps import prompts
 from tests.engine.tiny_models import DEEPSEEK_V2, DEEPSEEK_V3
 from tests.support.local_cluster import local_cluster
@@ -28,9 +28,10 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "latents": ("deepseek_v3", DEEPSEEK_V3),
     "experts": ("deepseek_v2", DEEPSEEK_V2),
     "encrypted": ("llama", {}),
+    "sparse": ("qwen3_moe", {}),  # experts on GPUs
 }
 _SECTIONS: dict[str, dict[str, Any]] = {
-    "experts": {"decode": {"expert_parallel": True}},
+    **{kind: {"decode": {"expert_parallel": True}} for kind in ("experts", "sparse")},
     "encrypted": {"kv": {"encrypt": True}},
 }
 _RANKS = {
@@ -43,28 +44,42 @@ _RANKS = {
 _SLOW = [("heads", (1, 1)), ("heads", (2, 2)), *(("latents", tp) for tp in _RANKS["latents"] if tp != (2, 1))]
 
 
+_ON_GPU = [
+    *(("heads", tp) for tp in ((1, 1), (1, 2), (2, 2))),
+    *(("latents", (1, 1)), ("experts", (1, 2)), ("sparse", (2, 2))),
+]
+
+
 def _cases() -> Iterator[Any]:
     for kind, sizes in _RANKS.items():
         for tp in sizes:
-            yield pytest.param(kind, tp, marks=pytest.mark.slow if (kind, tp) in _SLOW else ())
+            yield pytest.param(kind, tp, "cpu", marks=pytest.mark.slow if (kind, tp) in _SLOW else ())
+    for kind, tp in _ON_GPU:  # CUDA graphs contain all-reduces over ranks
+        yield pytest.param(kind, tp, "cuda", marks=pytest.mark.gpu)
 
 
 def _ids(tokens: list[SampledToken]) -> list[int]:
     return [token.token_id for token in tokens]
 
 
-@pytest.mark.parametrize(("kind", "tp"), list(_cases()))
+@pytest.mark.parametrize(("kind", "tp", "device"), list(_cases()))
 async def test_greedy_for_any_pair_of_tensor_parallel_sizes(
-    checkpoint: Checkpoint, reference: Reference, shared_cluster: SharedClusters, kind: str, tp: tuple[int, int]
+    checkpoint: Checkpoint,
+    reference: Reference,
+    shared_cluster: SharedClusters,
+    kind: str,
+    tp: tuple[int, int],
+    device: str,
 ) -> None:
     """kind: of what a rank holds of a token, and of what is done to it on the way. tp: of prefill and decode."""
     family, changes = _MODELS[kind]
-    model_dir, inputs, tree = checkpoint(family, **changes), prompts(5, 16, 33, 70, 47, 31), exact_tree(1, 1, tp=tp)
+    model_dir, inputs = checkpoint(family, **changes), prompts(5, 16, 33, 70, 47, 31)
+    tree = on_device(device, exact_tree(1, 1, tp=tp))
     for section, fields in _SECTIONS.get(kind, {}).items():
         tree[section] |= fields
-    async with shared_cluster(model_dir, **tree) as cluster:
+    async with shared_cluster(model_dir, processes=device == "cuda", **tree) as cluster:
         answers = await cluster.generate_all(inputs, _GREEDY)
-        assert [answer.ids for answer in answers] == reference.ids(model_dir, inputs, _GREEDY)
+        assert [answer.ids for answer in answers] == reference.ids(model_dir, inputs, _GREEDY, device=device)
         assert all(answer.route.blocks_shipped for answer in answers)
 
 

@@ -112,49 +112,37 @@ def _tree(device: str, **decode: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_all_request_options(model_dir: Path, redis_url: str, tp: int, device: str) -> None:
+async def test_all_request_options(model_dir: Path, redis_url: str, tp: int, device: str) -> None:
     question, tree = Question.of(model_dir, device), _tree(device, tensor_parallel=tp)
     tree["prefill"] |= {"tensor_parallel": tp}
-
-    async def play() -> None:
-        async with local_cluster(model_dir, redis_url, processes=True, **tree) as cluster:
-            await question.check(cluster)
-            await cluster.idle()
-            (decode,) = cluster.pools[Role.DECODE]
-            await cluster.until(lambda: cluster.seen(decode).status.totals.forced_tokens)
-
-    asyncio.run(play())
+    async with local_cluster(model_dir, redis_url, processes=True, **tree) as cluster:
+        await question.check(cluster)
+        await cluster.idle()
+        (decode,) = cluster.pools[Role.DECODE]
+        await cluster.until(lambda: cluster.seen(decode).status.totals.forced_tokens)
 
 
-def test_answers_with_drafts(model_dir: Path, redis_url: str, device: str) -> None:
+async def test_answers_with_drafts(model_dir: Path, redis_url: str, device: str) -> None:
     question, tree = Question.of(model_dir, device), _tree(device, replicas=0)
     tree["speculation"] = {"method": "suffix", "max_tokens": 3}
-
-    async def play() -> None:
-        async with local_cluster(model_dir, redis_url, processes=True, policy=RoundRobin(), **tree) as cluster:
-            decode = await cluster.add(Role.DECODE, prepare=draft_always)
-            for _ in range(2):  # the second time, drafts use the first answers
-                await question.check(cluster)
-            await cluster.idle()
-            await cluster.until(lambda: _num_accepted(cluster, decode) > 100)
-
-    asyncio.run(play())
+    async with local_cluster(model_dir, redis_url, processes=True, policy=RoundRobin(), **tree) as cluster:
+        decode = await cluster.add(Role.DECODE, prepare=draft_always)
+        for _ in range(2):  # the second time, drafts use the first answers
+            await question.check(cluster)
+        await cluster.idle()
+        await cluster.until(lambda: _num_accepted(cluster, decode) > 100)
 
 
 def _num_accepted(cluster: LocalCluster, replica: LocalReplica) -> int:
     return sum(sum(one.accepted) for one in cluster.seen(replica).status.totals.drafted)
 
 
-def test_answers_with_preemption(model_dir: Path, redis_url: str, device: str) -> None:
+async def test_answers_with_preemption(model_dir: Path, redis_url: str, device: str) -> None:
     """The pool has 20 blocks, and the router expects answers of one token."""
     question, tree = Question.of(model_dir, device), _tree(device, kv_memory_gib=gib_of_blocks(20))
-
-    async def play() -> None:
-        async with local_cluster(model_dir, redis_url, processes=True, **tree) as cluster:
-            cluster.core.reservations.finished([1] * 200)
-            await question.check(cluster)
-            await cluster.idle()
-            (decode,) = cluster.pools[Role.DECODE]
-            await cluster.until(lambda: cluster.seen(decode).status.totals.preemptions)
-
-    asyncio.run(play())
+    async with local_cluster(model_dir, redis_url, processes=True, **tree) as cluster:
+        cluster.core.reservations.finished([1] * 200)
+        await question.check(cluster)
+        await cluster.idle()
+        (decode,) = cluster.pools[Role.DECODE]
+        await cluster.until(lambda: cluster.seen(decode).status.totals.preemptions)

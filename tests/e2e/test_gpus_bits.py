@@ -47,7 +47,7 @@ _DENSE = {"first_k_dense_replace": 3}  # all layers, because rounding may choose
 
 
 @pytest.mark.parametrize("stored", ["fp8 blocks", "gptq", "int8 channels", "int8"])
-def test_quantized_weights(
+async def test_quantized_weights(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, tmp_path: Path, stored: str, device: str
 ) -> None:
     model_dir, weights = checkpoint("llama"), "int8"  # quantized at load
@@ -56,17 +56,26 @@ def test_quantized_weights(
         shutil.copy(model_dir / "tokenizer.json", tmp_path)
         model_dir, weights = tmp_path, "auto"
     engine = _engine(device) | {"weights": weights}
-    expected = [
-        reference.ids(model_dir, [prompt], sampling, **engine)[0]
-        for prompt, sampling in zip(_PROMPTS, _SAMPLINGS, strict=True)
-    ]
-    assert asyncio.run(_answers(model_dir, redis_url, _tree(device, weights=weights))) == expected
+    expected = _one_by_one(reference, model_dir, **engine)
+    assert await _answers(model_dir, redis_url, _tree(device, weights=weights)) == expected
+
+
+@pytest.mark.parametrize("pool_dtype", ["fp8_e4m3", "int8"])
+async def test_8_bit_pools(
+    checkpoint: Checkpoint, reference: Reference, redis_url: str, pool_dtype: str, device: str
+) -> None:
+    """Requests run one at a time, as in the reference: another batch shape may round to another 8-bit code."""
+    model_dir = checkpoint("llama")
+    expected = _one_by_one(reference, model_dir, **_engine(device), pool_dtype=pool_dtype)
+    tree = _tree(device)
+    tree["kv"] |= {"pool_dtype": pool_dtype}
+    assert await _answers(model_dir, redis_url, tree) == expected
 
 
 @pytest.mark.parametrize(
     ("family", "changes"), [("llama", {}), ("deepseek_v2", DEEPSEEK_V2 | _DENSE)], ids=["heads", "latents"]
 )
-def test_8_bit_wire(
+async def test_8_bit_wire(
     checkpoint: Checkpoint,
     redis_url: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -81,7 +90,7 @@ def test_8_bit_wire(
     monkeypatch.setattr(runner, "execute", _with_wire(runner, "fp8_e4m3"))
     expected = _generated(runner)
     assert expected != exact, "the wire changes nothing"
-    assert asyncio.run(_answers(model_dir, redis_url, _tree(device, wire_dtype="fp8_e4m3"))) == expected
+    assert await _answers(model_dir, redis_url, _tree(device, wire_dtype="fp8_e4m3")) == expected
 
 
 def _engine(device: str) -> dict[str, Any]:
@@ -98,6 +107,11 @@ def _tree(device: str, *, weights: str = "auto", wire_dtype: str = "raw") -> dic
         "router": {"max_local_prefill": 0},
     }
     return on_device(device, tree)
+
+
+def _one_by_one(reference: Reference, model_dir: Path, **engine: Any) -> list[list[int]]:
+    pairs = zip(_PROMPTS, _SAMPLINGS, strict=True)
+    return [reference.ids(model_dir, [prompt], sampling, **engine)[0] for prompt, sampling in pairs]
 
 
 async def _answers(model_dir: Path, redis_url: str, tree: dict[str, Any]) -> list[list[int]]:
@@ -125,12 +139,7 @@ def _with_wire(runner: ModelRunner, wire_dtype: str) -> Callable[[ScheduledStep 
     def executed(step: ScheduledStep | None, orders: Orders) -> Tensor | None:
         logits = execute(step, orders)
         for prompt, num_tokens in step.prompts if step else ():
-            segment = Segment(
-                first_layer=0,
-                num_layers=layout.num_layers,
-                first_token=0,
-                num_tokens=num_tokens,
-            )
+            segment = Segment(first_layer=0, num_layers=layout.num_layers, first_token=0, num_tokens=num_tokens)
             heads = [range(heads.num_heads) for heads in layout.heads]
             slots_T = slots_of(pool, prompt.sequence.blocks, 0, num_tokens)
             payload = torch.empty(codec.num_bytes(segment, heads), dtype=torch.uint8, device=pool.device)

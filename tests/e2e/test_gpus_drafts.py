@@ -21,7 +21,6 @@ from tests.engine.spec_decode.heads.mtp_files import write_mtp
 from tests.engine.steps import prompts
 from tests.support.draft_always import draft_always
 from tests.support.local_cluster import LocalCluster, LocalReplica, local_cluster
-from tests.support.waiting import WITHIN_S
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -37,27 +36,23 @@ _SAMPLINGS = [_GREEDY, replace(_SAMPLED, seed=1), _GREEDY, replace(_SAMPLED, see
 
 
 @pytest.mark.parametrize("method", ["suffix", "draft", "self", "medusa", "eagle", "mtp"])
-def test_answers_are_those_of_one_process(
+async def test_answers_are_those_of_one_process(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, tmp_path: Path, method: str, device: str
 ) -> None:
     model_dir, drafts = _drafting(method, checkpoint("llama"), tmp_path)
     tree = on_device(device, exact_tree(1, 0))
     tree["speculation"] = {"method": method, "model": str(drafts) if drafts else None, "max_tokens": 3}
     tree["decode"] |= {"max_running": 16}  # bounds the rows and drafted tokens with logits
-    reference_tokens = reference(model_dir, _PROMPTS, _SAMPLINGS, device=device)
-    expected = [[token.token_id for token in tokens] for tokens in reference_tokens]
-
-    async def play() -> None:
-        async with local_cluster(model_dir, redis_url, processes=True, policy=RoundRobin(), **tree) as cluster:
-            adding = cluster.add(Role.DECODE), cluster.add(Role.DECODE, prepare=draft_always)
-            as_it_pays, always = await asyncio.gather(*adding)
-            for _ in range(4):  # twice per replica, so that drafts use the first answers
-                assert await _ask(cluster) == expected
-            await cluster.idle()
-            await cluster.until(lambda: _num_drafted(cluster, as_it_pays))
-            await cluster.until(lambda: _num_drafted(cluster, always) > 100)
-
-    asyncio.run(play())
+    expected = reference.ids(model_dir, _PROMPTS, _SAMPLINGS, device=device)
+    async with local_cluster(model_dir, redis_url, processes=True, policy=RoundRobin(), **tree) as cluster:
+        adding = cluster.add(Role.DECODE), cluster.add(Role.DECODE, prepare=draft_always)
+        as_it_pays, always = await asyncio.gather(*adding)
+        for _ in range(4):  # twice per replica, so that drafts use the first answers
+            answers = await cluster.generate_all(_PROMPTS, _SAMPLINGS)
+            assert [answer.ids for answer in answers] == expected
+        await cluster.idle()
+        await cluster.until(lambda: _num_drafted(cluster, as_it_pays))
+        await cluster.until(lambda: _num_drafted(cluster, always) > 100)
 
 
 def _drafting(method: str, llama: Path, directory: Path) -> tuple[Path, Path | None]:
@@ -76,15 +71,6 @@ def _drafting(method: str, llama: Path, directory: Path) -> tuple[Path, Path | N
         case _:
             return llama, None
     return llama, directory
-
-
-async def _ask(cluster: LocalCluster) -> list[list[int]]:
-    requests = [
-        cluster.generate(prompt, sampling, id=str(number))
-        for number, (prompt, sampling) in enumerate(zip(_PROMPTS, _SAMPLINGS, strict=True))
-    ]
-    async with asyncio.timeout(WITHIN_S):
-        return [answer.ids for answer in await asyncio.gather(*requests)]
 
 
 def _num_drafted(cluster: LocalCluster, replica: LocalReplica) -> int:
