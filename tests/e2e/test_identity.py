@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
@@ -20,22 +19,16 @@ from core.wire.channel import open_channel
 from router.serving.grpc_worker import GrpcWorker
 from tests.core.identity.authorities import issue_authority
 from tests.core.wire.every_rpc import METHODS, call, truthful
-from tests.e2e.conftest import Checkpoint, Reference
+from tests.e2e.conftest import Checkpoint, Reference, exact_tree
 from tests.engine.steps import prompts
 from tests.support.ceiling import Ceiling
 from tests.support.identities import in_clear, proven, rank, router
 from tests.support.local_cluster import local_cluster
+from tests.support.shared_clusters import SharedClusters
 
 _GREEDY = Sampling(max_tokens=24, temperature=0.0)
 _ROUTER = router()
-# Both roles have two ranks, so that calls within a replica are covered.
-_TREE: dict[str, Any] = {
-    "model": {"dtype": "float32"},
-    "kv": {"wire_dtype": "raw"},
-    "prefill": {"tensor_parallel": 2, "kv_memory_gib": 0.01},
-    "decode": {"tensor_parallel": 2, "kv_memory_gib": 0.01},
-    "router": {"max_local_prefill": 0},
-}
+_TREE = exact_tree(1, 1, tp=(2, 2))  # two ranks each, so that calls within a replica are covered
 
 
 async def test_certificates_are_renewed_under_running_requests(
@@ -43,9 +36,7 @@ async def test_certificates_are_renewed_under_running_requests(
 ) -> None:
     """Frame streams keep their connections; later calls, transfers and migrations use new ones."""
     model_dir, [first_prompt, second_prompt] = checkpoint("llama"), prompts(40, 30)
-    expected = [
-        [token.token_id for token in tokens] for tokens in reference(model_dir, [first_prompt, second_prompt], _GREEDY)
-    ]
+    expected = reference.ids(model_dir, [first_prompt, second_prompt], _GREEDY)
     running_on = Ceiling(8)
     running_on.arm(monkeypatch.setattr)
     async with local_cluster(model_dir, redis_url, **_TREE) as cluster:
@@ -66,12 +57,12 @@ async def test_certificates_are_renewed_under_running_requests(
 
 @pytest.mark.parametrize("tls", ["auto", "off"])
 async def test_only_without_tls_does_a_stranger_get_an_answer(
-    checkpoint: Checkpoint, reference: Reference, redis_url: str, tls: str
+    checkpoint: Checkpoint, reference: Reference, shared_cluster: SharedClusters, tls: str
 ) -> None:
     model_dir, [first_prompt] = checkpoint("llama"), prompts(40)
     expected = reference.ids(model_dir, [first_prompt], _GREEDY)[0]
     stop = "/cluster.worker.v1.DecodeWorker/Stop"
-    async with local_cluster(model_dir, redis_url, security={"tls": tls}, **_TREE) as cluster:
+    async with shared_cluster(model_dir, security={"tls": tls}, **_TREE) as cluster:
         assert (await cluster.generate(first_prompt, _GREEDY)).ids == expected
         seen = cluster.seen(cluster.pools[Role.DECODE][0])
         pending_peer = in_clear(router("stranger"))
@@ -82,10 +73,10 @@ async def test_only_without_tls_does_a_stranger_get_an_answer(
 
 
 async def test_a_stranger_gets_nothing_from_any_rank_and_nothing_is_allocated(
-    checkpoint: Checkpoint, redis_url: str
+    checkpoint: Checkpoint, shared_cluster: SharedClusters
 ) -> None:
     theirs = Authority.create("cluster")
-    async with local_cluster(checkpoint("llama"), redis_url, **_TREE) as cluster:
+    async with shared_cluster(checkpoint("llama"), **_TREE) as cluster:
         strangers: dict[str, tuple[Identity, set[grpc.StatusCode]]] = {
             "without a certificate": (in_clear(_ROUTER), {grpc.StatusCode.UNAVAILABLE}),
             "of another deployment": (proven(theirs, _ROUTER), {grpc.StatusCode.UNAVAILABLE}),
@@ -112,10 +103,10 @@ async def test_a_stranger_gets_nothing_from_any_rank_and_nothing_is_allocated(
 
 
 async def test_a_router_speaks_to_the_replica_that_it_means_and_to_no_other_at_its_address(
-    checkpoint: Checkpoint, redis_url: str
+    checkpoint: Checkpoint, shared_cluster: SharedClusters
 ) -> None:
     """A process that changes a member's address in the index, or takes the address over, receives nothing."""
-    async with local_cluster(checkpoint("llama"), redis_url, **_TREE) as cluster:
+    async with shared_cluster(checkpoint("llama"), **_TREE) as cluster:
         there = cluster.seen(cluster.pools[Role.DECODE][0])
         for name, is_meant in ((there.id, True), ("decode-99", False)):
             worker = GrpcWorker(replace(there.member, replica=name), identity=cluster.router)
@@ -135,9 +126,7 @@ async def test_an_operators_own_authority_issues_and_is_replaced_under_running_r
 ) -> None:
     """With `security.tls: files`, certificates of an old and a new intermediate of one root work together."""
     model_dir, [first_prompt, second_prompt] = checkpoint("llama"), prompts(40, 30)
-    expected = [
-        [token.token_id for token in tokens] for tokens in reference(model_dir, [first_prompt, second_prompt], _GREEDY)
-    ]
+    expected = reference.ids(model_dir, [first_prompt, second_prompt], _GREEDY)
     root, security = issue_authority("root"), {"tls": "files"}
     security["ca"], _ = root.write(tmp_path, "root")
     security["certificate"], security["key"] = issue_authority("first", root).write(tmp_path, "issuing")

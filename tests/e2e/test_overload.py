@@ -11,23 +11,20 @@ import pytest
 
 from core.types.errors import CapacityError, DeadlineExceeded, ModelUnavailable
 from core.types.request import Role, Sampling, SequenceRequest
-from tests.e2e.conftest import Checkpoint
+from tests.e2e.conftest import Checkpoint, exact_tree
 from tests.engine.steps import prompts
 from tests.support.ceiling import Ceiling
 from tests.support.local_cluster import LocalCluster, local_cluster
+from tests.support.shared_clusters import SharedClusters
 from tests.support.waiting import becomes
 
 _GREEDY = Sampling(max_tokens=24, temperature=0.0)
 
 
 def _tree(*, max_running: int = 2, max_waiting: int = 1024, **timeouts: float) -> dict[str, Any]:
-    return {
-        "model": {"dtype": "float32"},
-        "prefill": {"kv_memory_gib": 0.01},
-        "decode": {"kv_memory_gib": 0.01, "max_running": max_running},
-        "router": {"max_local_prefill": 0, "max_waiting": max_waiting},
-        "timeouts": timeouts,
-    }
+    tree = exact_tree(1, 1, max_waiting=max_waiting) | {"timeouts": timeouts}
+    tree["decode"] |= {"max_running": max_running}
+    return tree
 
 
 async def _ask(cluster: LocalCluster, number: int, *, done: list[int] | None = None, **fields: Any) -> int:
@@ -46,9 +43,9 @@ async def _ask(cluster: LocalCluster, number: int, *, done: list[int] | None = N
 
 
 async def test_a_replica_gets_what_it_can_run_and_the_rest_waits_in_the_router(
-    checkpoint: Checkpoint, redis_url: str
+    checkpoint: Checkpoint, shared_cluster: SharedClusters
 ) -> None:
-    async with local_cluster(checkpoint("llama"), redis_url, **_tree()) as cluster:
+    async with shared_cluster(checkpoint("llama"), **_tree()) as cluster:
         decode = next(replica for replica in cluster.replicas if replica.member.role is Role.DECODE)
         most = 0
 
@@ -66,8 +63,10 @@ async def test_a_replica_gets_what_it_can_run_and_the_rest_waits_in_the_router(
         assert (decode.promised_blocks, decode.promised_streams, decode.num_requests) == (0, 0, 0)
 
 
-async def test_flood_of_one_tenant_delays_another_by_its_share_only(checkpoint: Checkpoint, redis_url: str) -> None:
-    async with local_cluster(checkpoint("llama"), redis_url, **_tree()) as cluster:
+async def test_flood_of_one_tenant_delays_another_by_its_share_only(
+    checkpoint: Checkpoint, shared_cluster: SharedClusters
+) -> None:
+    async with shared_cluster(checkpoint("llama"), **_tree()) as cluster:
         done: list[int] = []
         flood = [asyncio.create_task(_ask(cluster, i, done=done, tenant="flood", priority=-5)) for i in range(24)]
         await asyncio.sleep(0)
@@ -76,8 +75,10 @@ async def test_flood_of_one_tenant_delays_another_by_its_share_only(checkpoint: 
         assert max(done.index(number) for number in (100, 101, 102)) < 12, done
 
 
-async def test_within_a_tenant_the_smaller_priority_goes_first(checkpoint: Checkpoint, redis_url: str) -> None:
-    async with local_cluster(checkpoint("llama"), redis_url, **_tree(max_running=1)) as cluster:
+async def test_within_a_tenant_the_smaller_priority_goes_first(
+    checkpoint: Checkpoint, shared_cluster: SharedClusters
+) -> None:
+    async with shared_cluster(checkpoint("llama"), **_tree(max_running=1)) as cluster:
         done: list[int] = []
         late_first = [3, 2, 1]
         running = [asyncio.create_task(_ask(cluster, 0, done=done))]
@@ -140,7 +141,7 @@ async def test_a_deadline_that_passes_on_the_way_ends_the_request_everywhere(
 async def test_without_a_replica_a_request_waits_and_then_hears_that_there_is_none(
     checkpoint: Checkpoint, redis_url: str
 ) -> None:
-    tree = _tree(queue_s=0.5) | {"decode": {"replicas": 0}, "prefill": {"kv_memory_gib": 0.01, "answer_share": 0}}
+    tree = exact_tree(1, 0) | {"timeouts": {"queue_s": 0.5}}
     async with local_cluster(checkpoint("llama"), redis_url, **tree) as cluster:
         begin = time.monotonic()
         with pytest.raises(ModelUnavailable, match="it has no decode replica"):

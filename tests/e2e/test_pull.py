@@ -19,7 +19,7 @@ from core.types.step_timing import StepTiming
 from router.routing.cost_policy import CostPolicy
 from router.routing.policy import CandidateReplica, Option, RoutingRequest
 from router.serving.replicas import Replicas
-from tests.e2e.conftest import DEVICES, Checkpoint, Reference, exact_tree, on_device
+from tests.e2e.conftest import Checkpoint, Reference, exact_tree, on_device
 from tests.engine.steps import prompts
 from tests.support.fake_policy import FakePolicy
 from tests.support.grids import quick
@@ -69,7 +69,7 @@ async def test_prefix_is_fetched_from_another_prefill_replica(
         assert (again.ids, again.route.cached_tokens) == (second.ids, 96), "fetched blocks must be cached"
 
 
-@DEVICES
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 async def test_answer_of_one_turn_is_fetched_for_the_next(
     checkpoint: Checkpoint, reference: Reference, shared_cluster: SharedClusters, device: str
 ) -> None:
