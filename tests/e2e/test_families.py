@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,6 @@ from tests.support.ceiling import Ceiling
 from tests.support.fake_policy import FakePolicy
 from tests.support.local_cluster import LocalCluster, local_cluster, moved
 from tests.support.rank_in_process import Fault
-from tests.support.waiting import WITHIN_S
 
 _GREEDY = Sampling(max_tokens=24, temperature=0.0)
 _SAMPLINGS = [_GREEDY, Sampling(max_tokens=24, temperature=1.0, seed=3)] * 3
@@ -60,8 +58,7 @@ class World:
         return local_cluster(self.model_dir, self.redis_url, **options, **tree)
 
     def expected(self, inputs: list[list[int]], samplings: Any = _GREEDY, **engine: Any) -> list[list[int]]:
-        found = self.reference(self.model_dir, inputs, samplings, **engine)
-        return [[token.token_id for token in tokens] for tokens in found]
+        return self.reference.ids(self.model_dir, inputs, samplings, **engine)
 
     def gib_of_blocks(self, number: float) -> float:
         """Return the size of a pool, or of a tier, for so many blocks of this model in float32."""
@@ -70,12 +67,7 @@ class World:
 
 
 async def _ask(cluster: LocalCluster) -> list[list[int]]:
-    asked = [
-        cluster.generate(prompt, sampling, id=str(i))
-        for i, (prompt, sampling) in enumerate(zip(_PROMPTS, _SAMPLINGS, strict=True))
-    ]
-    async with asyncio.timeout(WITHIN_S):
-        return [answer.ids for answer in await asyncio.gather(*asked)]
+    return [answer.ids for answer in await cluster.generate_all(_PROMPTS, _SAMPLINGS)]
 
 
 async def _shipped(world: World, tree: dict[str, Any], **engine: Any) -> None:
@@ -91,21 +83,16 @@ async def one_pair(world: World) -> None:
 
 
 async def two_ranks_to_one(world: World) -> None:
-    tree = exact_tree(1, 1)
-    tree["prefill"]["tensor_parallel"] = 2
-    await _shipped(world, tree)
+    await _shipped(world, exact_tree(1, 1, tp=(2, 1)))
 
 
 async def two_pairs_of_one_rank_to_four(world: World) -> None:
-    tree = exact_tree(2, 2)
-    tree["decode"]["tensor_parallel"] = 4
-    await _shipped(world, tree)
+    await _shipped(world, exact_tree(2, 2, tp=(1, 4)))
 
 
 async def one_process(world: World) -> None:
     """The decode replica computes the prompts, too."""
-    tree = exact_tree(0, 1)
-    await _shipped(world, tree)
+    await _shipped(world, exact_tree(0, 1))
 
 
 async def eight_bits(world: World) -> None:
@@ -145,9 +132,8 @@ async def loaded_from_tiers(world: World) -> None:
         assert [(await cluster.generate(prompt, sampling)).ids for prompt in inputs] == expected
         again = await cluster.generate(inputs[0], sampling)
         assert (again.ids, again.route.cached_tokens) == (expected[0], 96)
-        totals = cluster.seen(cluster.pools[Role.PREFILL][0]).status.totals
         await cluster.idle()
-        assert totals.tier_losses == 0
+        assert cluster.totals(Role.PREFILL).tier_losses == 0
 
 
 async def preempted(world: World) -> None:
@@ -159,8 +145,7 @@ async def preempted(world: World) -> None:
         cluster.core.reservations.finished([1] * 200)  # so short have answers been until now
         answers = await cluster.generate_all(inputs, sampling)
         assert [answer.ids for answer in answers] == expected
-        decode = next(replica for replica in cluster.replicas if replica.id.startswith("decode"))
-        await cluster.until(lambda: decode.status.totals.preemptions > 0)
+        await cluster.until(lambda: cluster.totals(Role.DECODE).preemptions)
 
 
 async def migrated(world: World) -> None:
@@ -190,8 +175,7 @@ async def lost_decode_replica(world: World) -> None:
 
 
 async def _killed(world: World, role: Role, fault: Fault) -> None:
-    others = {Role.PREFILL: 1, Role.DECODE: 1} | {role: 0}
-    tree = exact_tree(others[Role.PREFILL], others[Role.DECODE])
+    tree = exact_tree(int(role is Role.DECODE), int(role is Role.PREFILL))
     expected = world.expected(_PROMPTS, _SAMPLINGS)
     async with world.cluster(tree, processes=True) as cluster:
         doomed = await cluster.add(role, fault)

@@ -27,8 +27,7 @@ from tests.engine.tiny_models import LATENT
 from tests.support.ceiling import Ceiling
 from tests.support.fake_policy import FakePolicy
 from tests.support.grids import quick
-from tests.support.local_cluster import LocalCluster, local_cluster, moved
-from tests.support.waiting import WITHIN_S
+from tests.support.local_cluster import local_cluster, moved
 
 _NUM_TOKENS = 3
 _GREEDY = Sampling(max_tokens=20, temperature=0.0)
@@ -115,10 +114,7 @@ def _tree(
     """Return the spec. tp: ranks of a prefill and of a decode replica."""
     method = "eagle" if kind == "eagle1" else kind
     speculation = {"method": method, "model": None if kind == "mtp" else str(directory), "max_tokens": _NUM_TOKENS}
-    tree = exact_tree(prefill, decode) | {"speculation": speculation}
-    for role, num_ranks in zip(("prefill", "decode"), tp, strict=True):
-        tree[role] |= {"tensor_parallel": num_ranks}
-    return tree
+    return exact_tree(prefill, decode, tp=tp) | {"speculation": speculation}
 
 
 def _served(kind: str, checkpoint: Checkpoint, directory: Path) -> Path:
@@ -140,18 +136,6 @@ async def _check(drafts: list[tuple[list[int], list[int]]], guesses: Guesses, *,
     drafts.clear()
 
 
-async def _ask(cluster: LocalCluster, expected: list[list[int]], sampling: Sampling) -> None:
-    async with asyncio.timeout(WITHIN_S):
-        found = await asyncio.gather(
-            *(cluster.generate(prompt, sampling, id=str(i)) for i, prompt in enumerate(_PROMPTS))
-        )
-    assert [answer.ids for answer in found] == expected
-
-
-def _expected(reference: Reference, model_dir: Path, sampling: Sampling) -> list[list[int]]:
-    return reference.ids(model_dir, _PROMPTS, sampling)
-
-
 @pytest.mark.parametrize(("kind", "tp"), _HANDED_OVER)
 async def test_after_a_handoff_and_a_cache_hit(
     kind: str,
@@ -165,10 +149,11 @@ async def test_after_a_handoff_and_a_cache_hit(
     guesses = _heads(kind, checkpoint("llama"), tmp_path)
     model_dir = _served(kind, checkpoint, tmp_path)
     async with local_cluster(model_dir, redis_url, **_tree(kind, tmp_path, tp=tp)) as cluster:
-        await _ask(cluster, _expected(reference, model_dir, _SAMPLED), _SAMPLED)
-        expected = _expected(reference, model_dir, _GREEDY)
+        answers = await cluster.generate_all(_PROMPTS, _SAMPLED)
+        assert [answer.ids for answer in answers] == reference.ids(model_dir, _PROMPTS, _SAMPLED)
         for _ in range(2):  # the second time, the prefix is cached
-            await _ask(cluster, expected, _GREEDY)
+            answers = await cluster.generate_all(_PROMPTS, _GREEDY)
+            assert [answer.ids for answer in answers] == reference.ids(model_dir, _PROMPTS, _GREEDY)
             firsts = {tuple(tokens) for tokens, _ in drafts if tokens[:-1] in _PROMPTS}
             assert len(firsts) == len(_PROMPTS), "a first step had no draft"
             await _check(drafts, guesses, least=60)
@@ -191,7 +176,7 @@ async def test_after_a_move(
         ceiling = Ceiling(9)
         ceiling.arm(monkeypatch.setattr)
         answer = await moved(cluster, cluster.generate(_PROMPTS[0], _GREEDY), ceiling)
-        assert answer.ids == _expected(reference, model_dir, _GREEDY)[0]
+        assert answer.ids == reference.ids(model_dir, _PROMPTS, _GREEDY)[0]
         await _check(drafts, guesses, least=15)
 
 
@@ -234,5 +219,4 @@ async def test_after_a_lower_tier(
             await cluster.generate(prompt, _GREEDY)
         await _check(drafts, guesses, least=60)
         await cluster.idle()
-        totals = cluster.seen(cluster.pools[Role.DECODE][0]).status.totals
-        assert totals.host_hit_tokens == 96
+        assert cluster.totals(Role.DECODE).host_hit_tokens == 96

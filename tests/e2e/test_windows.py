@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from typing import Any
 
@@ -35,12 +34,12 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 _PROMPTS = prompts(300, 24, 25, 131, 222, 8)
 
 
-def _tree(layout: KVLayout, prefill: int, decode: int, *, ranks: tuple[int, int] = (1, 1), **router: Any) -> Any:
-    tree = exact_tree(prefill, decode, **router)
+def _tree(layout: KVLayout, prefill: int, decode: int, *, ranks: tuple[int, int] = (1, 1)) -> Any:
+    tree = exact_tree(prefill, decode, tp=ranks)
     tree["kv"] |= {"block_size": _BLOCK}
     memory = {"kv_memory_gib": 100 * layout.block_bytes / GIB, "max_batch_tokens": 32, "max_running": 6}
-    for role, num_ranks in zip(("prefill", "decode"), ranks, strict=True):
-        tree[role] |= memory | {"tensor_parallel": num_ranks}
+    for role in Role:
+        tree[role] |= memory
     return tree
 
 
@@ -55,20 +54,15 @@ def model_dir(request: pytest.FixtureRequest, checkpoint: Checkpoint) -> Any:
 
 
 async def _ask(cluster: LocalCluster, inputs: list[list[int]], *, num_choices: int = 1) -> list[list[list[int]]]:
-    asked = (cluster.generate(prompt, _GREEDY, id=str(i), n=num_choices) for i, prompt in enumerate(inputs))
-    answers = await asyncio.gather(*asked)
+    answers = await cluster.generate_all(inputs, _GREEDY, n=num_choices)
     return [[[token.token_id for token in tokens] for tokens in answer.tokens.values()] for answer in answers]
-
-
-def _expected(reference: Reference, model_dir: Any, inputs: list[list[int]]) -> list[list[int]]:
-    return reference.ids(model_dir, inputs, _GREEDY)
 
 
 @pytest.mark.parametrize("ranks", [(1, 2), (2, 1)])
 async def test_handoffs(ranks: tuple[int, int], model_dir: Any, reference: Reference, redis_url: str) -> None:
     """The second time the prompts are cached, as far as their windows still are."""
     tree = _tree(_layout(model_dir), 1, 1, ranks=ranks)
-    expected = _expected(reference, model_dir, _PROMPTS)
+    expected = reference.ids(model_dir, _PROMPTS, _GREEDY)
     async with local_cluster(model_dir, redis_url, **tree) as cluster:
         for num_choices in (1, 2):
             found = await _ask(cluster, _PROMPTS, num_choices=num_choices)
@@ -81,12 +75,9 @@ async def test_handoff_ships_windows_only(checkpoint: Checkpoint, reference: Ref
     model_dir = checkpoint(family, **changes)
     layout, (prompt, *_) = _layout(model_dir), _PROMPTS
     async with local_cluster(model_dir, redis_url, **_tree(layout, 1, 1)) as cluster:
-        assert [(await cluster.generate(prompt, _GREEDY)).ids] == _expected(reference, model_dir, [prompt])
-        totals = cluster.seen(cluster.pools[Role.PREFILL][0]).status.totals
-        await cluster.until(lambda: cluster.seen(cluster.pools[Role.PREFILL][0]).status.totals.transfers)
-        totals = cluster.seen(cluster.pools[Role.PREFILL][0]).status.totals
-        num_bytes = totals.transfer_bytes
-        assert 0 < num_bytes <= (_WINDOW + _BLOCK) * layout.bytes_per_token() + 4096
+        assert [(await cluster.generate(prompt, _GREEDY)).ids] == reference.ids(model_dir, [prompt], _GREEDY)
+        await cluster.until(lambda: cluster.totals(Role.PREFILL).transfers)
+        assert 0 < cluster.totals(Role.PREFILL).transfer_bytes <= (_WINDOW + _BLOCK) * layout.bytes_per_token() + 4096
 
 
 async def test_fetched_prefix(model_dir: Any, reference: Reference, redis_url: str) -> None:
@@ -99,7 +90,7 @@ async def test_fetched_prefix(model_dir: Any, reference: Reference, redis_url: s
     }
     async with local_cluster(model_dir, redis_url, policy=policy, **_tree(_layout(model_dir), 2, 1)) as cluster:
         answers = [await cluster.generate(each, _GREEDY) for each in (prompt, longer)]
-        assert [answer.ids for answer in answers] == _expected(reference, model_dir, [prompt, longer])
+        assert [answer.ids for answer in answers] == reference.ids(model_dir, [prompt, longer], _GREEDY)
         assert answers[1].route.fetched_tokens == 296
         next_turn = longer + answers[1].ids + [5, 6, 7]
         known = len(next_turn) // _BLOCK * _BLOCK - _BLOCK
@@ -107,7 +98,7 @@ async def test_fetched_prefix(model_dir: Any, reference: Reference, redis_url: s
             Option(prefill="prefill-0", decode="decode-2", fetch_from="decode-2", fetch_tokens=known)
         ]
         again = await cluster.generate(next_turn, _GREEDY)
-        assert [again.ids] == _expected(reference, model_dir, [next_turn])
+        assert [again.ids] == reference.ids(model_dir, [next_turn], _GREEDY)
         assert again.route.fetched_tokens + again.route.cached_tokens >= known - _BLOCK
 
 
@@ -128,7 +119,7 @@ async def test_evicted_windows_return_from_lower_tiers(
 ) -> None:
     family, changes = _MODELS["gpt_oss"]
     model_dir, inputs = checkpoint(family, **changes), prompts(300, 301, 302, 131)
-    expected, tree = _expected(reference, model_dir, inputs), _small_pools(model_dir, tier=tier, ranks=ranks)
+    expected, tree = reference.ids(model_dir, inputs, _GREEDY), _small_pools(model_dir, tier=tier, ranks=ranks)
     tree["prefill"]["kv_disk_path"] = str(tmp_path)
     async with local_cluster(model_dir, redis_url, **tree) as cluster:
         for _ in range(2):
@@ -157,7 +148,7 @@ async def test_drafted_answers(
     write_eagle(tmp_path)
     family, changes = _MODELS["gpt_oss"]
     model_dir, inputs = checkpoint(family, **changes), prompts(300, 301, 302, 131)
-    expected, tree = _expected(reference, model_dir, inputs), _small_pools(model_dir, tier="kv_host_gib")
+    expected, tree = reference.ids(model_dir, inputs, _GREEDY), _small_pools(model_dir, tier="kv_host_gib")
     tree["decode"] |= {"tensor_parallel": ranks}
     model = str(tmp_path) if method == "eagle" else None
     tree["speculation"] = {"method": method, "model": model, "max_tokens": 3}
@@ -168,8 +159,7 @@ async def test_drafted_answers(
         await cluster.idle()
         [drafted] = cluster.seen(cluster.pools[Role.DECODE][0]).status.totals.drafted
         assert sum(drafted.tokens) > 50
-        totals = cluster.seen(cluster.pools[Role.PREFILL][0]).status.totals
-        assert totals.host_hit_tokens > 0
+        assert cluster.totals(Role.PREFILL).host_hit_tokens > 0
 
 
 @pytest.mark.slow
@@ -186,9 +176,9 @@ async def test_evicted_windows_are_fetched_by_other_replicas(
             await cluster.generate(tokens, _GREEDY)
         policy.ways[300] = [Option(prefill="prefill-1", decode="decode-2", fetch_from="prefill-0", fetch_tokens=296)]
         again = await cluster.generate(inputs[0], _GREEDY)
-        assert [again.ids] == _expected(reference, model_dir, inputs[:1]) and again.route.fetched_tokens == 296
+        assert [again.ids] == reference.ids(model_dir, inputs[:1], _GREEDY) and again.route.fetched_tokens == 296
         await cluster.idle()
-        assert cluster.seen(cluster.pools[Role.PREFILL][0]).status.totals.host_hit_tokens > 0
+        assert cluster.totals(Role.PREFILL).host_hit_tokens > 0
 
 
 @pytest.mark.slow
@@ -197,7 +187,7 @@ async def test_parts_that_a_hanging_disk_may_write_are_kept_away(
 ) -> None:
     family, changes = _MODELS["gpt_oss"]
     model_dir, inputs, goes_on = checkpoint(family, **changes), prompts(300, 301, 302, 131), threading.Event()
-    expected, tree = _expected(reference, model_dir, inputs), _small_pools(model_dir, tier="kv_disk_gib")
+    expected, tree = reference.ids(model_dir, inputs, _GREEDY), _small_pools(model_dir, tier="kv_disk_gib")
     tree["prefill"]["kv_disk_path"] = str(tmp_path)
     tree["prefill"]["kv_memory_gib"] *= 1.3  # for a prompt beside the blocks that are kept away
     get = DiskStore.get
@@ -223,13 +213,13 @@ async def test_migrated(model_dir: Any, reference: Reference, redis_url: str, mo
     ceiling.arm(monkeypatch.setattr)
     async with local_cluster(model_dir, redis_url, **_tree(_layout(model_dir), 1, 1)) as cluster:
         answer = await moved(cluster, cluster.generate(_PROMPTS[0], _GREEDY), ceiling)
-        assert [answer.ids] == _expected(reference, model_dir, [_PROMPTS[0]])
+        assert [answer.ids] == reference.ids(model_dir, [_PROMPTS[0]], _GREEDY)
         again = await cluster.generate(_PROMPTS[0] + answer.ids, _GREEDY)
-        assert [again.ids] == _expected(reference, model_dir, [_PROMPTS[0] + answer.ids])
+        assert [again.ids] == reference.ids(model_dir, [_PROMPTS[0] + answer.ids], _GREEDY)
 
 
 async def test_switched_roles(model_dir: Any, reference: Reference, redis_url: str) -> None:
-    expected = [[tokens] for tokens in _expected(reference, model_dir, _PROMPTS)]
+    expected = [[tokens] for tokens in reference.ids(model_dir, _PROMPTS, _GREEDY)]
     async with local_cluster(model_dir, redis_url, **_tree(_layout(model_dir), 2, 2)) as cluster:
         assert await _ask(cluster, _PROMPTS) == expected
         [prefill, _], [decode, _] = cluster.pools[Role.PREFILL], cluster.pools[Role.DECODE]
