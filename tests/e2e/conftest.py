@@ -6,6 +6,8 @@ import asyncio
 import inspect
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +24,10 @@ from tests.engine.steps import VOCAB_SIZE
 from tests.engine.tiny_models import random_model, tiny_config
 from tests.support.character_tokenizer import save_tokenizer
 
+# Imported where they are used: machines for GPU tests lack some packages.
 if TYPE_CHECKING:
     from tests.cluster.cli.command import ClusterCommand
+    from tests.support.local_cluster import LocalCluster
     from tests.support.shared_clusters import SharedClusters
 
 Checkpoint = Callable[..., Path]
@@ -106,8 +110,8 @@ def letters_dir(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture(scope="session")
 def shared_cluster(redis_url: str) -> Iterator[SharedClusters]:
-    """Clusters for tests that change nothing of them: `async with shared_cluster(model_dir, **tree) as cluster`."""
-    from tests.support.shared_clusters import SharedClusters  # here: it imports redis, as in tests/conftest.py
+    """Clusters for tests that change nothing of them."""
+    from tests.support.shared_clusters import SharedClusters
 
     shared = SharedClusters(redis_url)
     yield shared
@@ -117,7 +121,7 @@ def shared_cluster(redis_url: str) -> Iterator[SharedClusters]:
 @pytest.fixture
 def command(tmp_path: Path) -> Iterator[ClusterCommand]:
     """The `cluster` command for a deployment on Ray, which ends with the test."""
-    from tests.cluster.cli.command import ClusterCommand  # here: GPU machines lack what it imports
+    from tests.cluster.cli.command import ClusterCommand
 
     command = ClusterCommand(tmp_path / "state")
     yield command
@@ -154,3 +158,27 @@ class Reference:
 @pytest.fixture(scope="session")
 def reference() -> Reference:
     return Reference()
+
+
+@dataclass(frozen=True)
+class Lab:
+    """What a test of whole clusters uses: models, the answers of one process, and clusters.
+
+    async with lab.shared(model_dir, **exact_tree(1, 1)) as cluster:    # unless it changes the cluster
+    async with lab.own(model_dir, **exact_tree(1, 1)) as cluster:
+    """
+
+    checkpoint: Checkpoint
+    reference: Reference
+    shared: SharedClusters
+    redis_url: str
+
+    def own(self, model_dir: Path, **options: Any) -> AbstractAsyncContextManager[LocalCluster]:
+        from tests.support.local_cluster import local_cluster
+
+        return local_cluster(model_dir, self.redis_url, **options)
+
+
+@pytest.fixture(scope="session")
+def lab(checkpoint: Checkpoint, reference: Reference, shared_cluster: SharedClusters, redis_url: str) -> Lab:
+    return Lab(checkpoint, reference, shared_cluster, redis_url)

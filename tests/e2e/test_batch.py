@@ -12,12 +12,10 @@ import pytest
 
 from core.identity.deployment_secrets import DeploymentSecrets
 from tests.cluster.cli.command import ClusterCommand
-from tests.e2e.conftest import Checkpoint
+from tests.e2e.conftest import Lab
 from tests.e2e.router_process import router_process
-from tests.support.local_cluster import local_cluster
 from tests.support.plain_http import http_client
 from tests.support.router_service import http_url, router_service
-from tests.support.shared_clusters import SharedClusters
 from tests.support.waiting import becomes
 
 _TREE: dict[str, Any] = {
@@ -47,13 +45,11 @@ def _answers(out: Path) -> dict[str, str]:
 
 
 @pytest.mark.timeout(180)
-async def test_a_killed_client_resumes_with_the_same_answers(
-    checkpoint: Checkpoint, shared_cluster: SharedClusters, tmp_path: Path
-) -> None:
+async def test_a_killed_client_resumes_with_the_same_answers(lab: Lab, tmp_path: Path) -> None:
     lines = [_line(number, max_tokens=12) for number in range(12)]
     file, out = _write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     async with (
-        shared_cluster(checkpoint("llama", max_position_embeddings=256), **_TREE) as cluster,
+        lab.shared(lab.checkpoint("llama", max_position_embeddings=256), **_TREE) as cluster,
         router_service(cluster) as service,
     ):
         url = http_url(service)
@@ -73,11 +69,11 @@ async def test_a_killed_client_resumes_with_the_same_answers(
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-async def test_a_killed_router_costs_no_answer(checkpoint: Checkpoint, redis_url: str, tmp_path: Path) -> None:
+async def test_a_killed_router_costs_no_answer(lab: Lab, tmp_path: Path) -> None:
     tree = {**_TREE, "security": {"tls": "off"}}
     file, out = _write(tmp_path / "in.jsonl", [_line(number, max_tokens=60) for number in range(60)]), tmp_path / "out"
-    async with local_cluster(checkpoint("llama", max_position_embeddings=256), redis_url, **tree) as cluster:
-        credentials = DeploymentSecrets(secret=cluster.credentials.secret, index_url=redis_url)
+    async with lab.own(lab.checkpoint("llama", max_position_embeddings=256), **tree) as cluster:
+        credentials = DeploymentSecrets(secret=cluster.credentials.secret, index_url=lab.redis_url)
         with ExitStack() as stack:
             routers = [
                 await asyncio.to_thread(

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from core.types.request import Sampling, SequenceRequest
-from tests.e2e.conftest import Checkpoint
+from tests.e2e.conftest import Lab
 from tests.engine.steps import prompts
 from tests.support.ceiling import Ceiling
-from tests.support.local_cluster import LocalCluster, local_cluster
+from tests.support.local_cluster import LocalCluster
 from worker.gang_runner import GangRunner
 
 _AT_ONCE = 25
@@ -75,19 +75,17 @@ def _nobody_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("tp", "is_async"), [(1, False), pytest.param(2, False, marks=pytest.mark.slow), (2, True)])
 async def test_requests_aborted_at_random_free_everything(
-    checkpoint: Checkpoint, redis_url: str, monkeypatch: pytest.MonkeyPatch, tp: int, is_async: bool
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, tp: int, is_async: bool
 ) -> None:
     """This holds with synchronous and with asynchronous steps, as on a GPU."""
     monkeypatch.setattr(GangRunner, "is_async", is_async)
-    async with local_cluster(checkpoint("llama"), redis_url, **_tree(tp=tp)) as cluster:
+    async with lab.own(lab.checkpoint("llama"), **_tree(tp=tp)) as cluster:
         await _abort(cluster, count=50, seed=tp, within_s=30.0)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1700)
 @pytest.mark.parametrize("tp", [1, 2])
-async def test_10000_requests_aborted_at_random_free_everything(
-    checkpoint: Checkpoint, redis_url: str, tp: int
-) -> None:
-    async with local_cluster(checkpoint("llama"), redis_url, **_tree(tp=tp)) as cluster:
+async def test_10000_requests_aborted_at_random_free_everything(lab: Lab, tp: int) -> None:
+    async with lab.own(lab.checkpoint("llama"), **_tree(tp=tp)) as cluster:
         await _abort(cluster, count=10_000, seed=tp, within_s=2.0)

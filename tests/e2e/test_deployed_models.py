@@ -17,7 +17,7 @@ from core.rpc import inference_pb2 as pb
 from core.rpc.inference_pb2_grpc import InferenceStub
 from core.types.request import Sampling
 from tests.cluster.cli.command import ClusterCommand
-from tests.e2e.conftest import Checkpoint, Reference
+from tests.e2e.conftest import Lab
 from tests.engine.steps import prompts
 from tests.support.waiting import until
 
@@ -78,10 +78,8 @@ def ids_by_grpc(port: int, prompt: list[int]) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_second_model_joins_fails_and_leaves_while_the_first_streams(
-    cluster: ClusterCommand, checkpoint: Checkpoint, reference: Reference
-) -> None:
-    grpc_port, port, tiny = free_port(), free_port(), checkpoint("llama")
+def test_second_model_joins_fails_and_leaves_while_the_first_streams(cluster: ClusterCommand, lab: Lab) -> None:
+    grpc_port, port, tiny = free_port(), free_port(), lab.checkpoint("llama")
     endpoints = ["--grpc-port", str(grpc_port), "--http-port", str(port)]
     made = cluster.run(
         "deploy",
@@ -110,7 +108,7 @@ def test_second_model_joins_fails_and_leaves_while_the_first_streams(
             asked = prompts(5, 47, 70)
             expected = [
                 [token.token_id for token in tokens]
-                for tokens in reference(tiny, asked, Sampling(max_tokens=24, temperature=0.0))
+                for tokens in lab.reference(tiny, asked, Sampling(max_tokens=24, temperature=0.0))
             ]
             assert [ids_of(client, prompt) for prompt in asked] == expected
             assert [ids_by_grpc(grpc_port, prompt) for prompt in asked] == expected

@@ -11,11 +11,9 @@ import pytest
 
 from core.types.request import Role, SampledToken, Sampling, choice_seed
 from core.types.token_rules import TokenRules
-from tests.e2e.conftest import Checkpoint, Reference, exact_tree, gib_of_blocks, on_device
+from tests.e2e.conftest import Lab, exact_tree, gib_of_blocks, on_device
 from tests.engine.steps import prompts
 from tests.engine.tiny_models import DEEPSEEK_V2, DEEPSEEK_V3
-from tests.support.local_cluster import local_cluster
-from tests.support.shared_clusters import SharedClusters
 
 _GREEDY = Sampling(max_tokens=24, temperature=0.0)
 _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -60,43 +58,36 @@ def _ids(tokens: list[SampledToken]) -> list[int]:
 
 @pytest.mark.parametrize(("kind", "tp", "device"), list(_cases()))
 async def test_greedy_for_any_pair_of_tensor_parallel_sizes(
-    checkpoint: Checkpoint,
-    reference: Reference,
-    shared_cluster: SharedClusters,
-    kind: str,
-    tp: tuple[int, int],
-    device: str,
+    lab: Lab, kind: str, tp: tuple[int, int], device: str
 ) -> None:
     """kind: of what a rank holds of a token, and of what is done to it on the way. tp: of prefill and decode."""
     family, changes = _MODELS[kind]
-    model_dir, inputs = checkpoint(family, **changes), prompts(5, 16, 33, 70, 47, 31)
+    model_dir, inputs = lab.checkpoint(family, **changes), prompts(5, 16, 33, 70, 47, 31)
     tree = on_device(device, exact_tree(1, 1, tp=tp))
     for section, fields in _SECTIONS.get(kind, {}).items():
         tree[section] |= fields
-    async with shared_cluster(model_dir, processes=device == "cuda", **tree) as cluster:
+    async with lab.shared(model_dir, processes=device == "cuda", **tree) as cluster:
         answers = await cluster.generate_all(inputs, _GREEDY)
-        assert [answer.ids for answer in answers] == reference.ids(model_dir, inputs, _GREEDY, device=device)
+        assert [answer.ids for answer in answers] == lab.reference.ids(model_dir, inputs, _GREEDY, device=device)
         assert all(answer.route.blocks_shipped for answer in answers)
 
 
 @pytest.mark.parametrize("pool_dtype", ["auto", "fp8_e4m3", "int8"])
-async def test_8_bit_latents_answer(checkpoint: Checkpoint, shared_cluster: SharedClusters, pool_dtype: str) -> None:
+async def test_8_bit_latents_answer(lab: Lab, pool_dtype: str) -> None:
     """8-bit wires and pools yield a full-length answer. Their accuracy is measured elsewhere."""
     tree = exact_tree(1, 1) | {"kv": {"wire_dtype": "fp8_e4m3", "pool_dtype": pool_dtype}}
-    async with shared_cluster(checkpoint("deepseek_v3", **DEEPSEEK_V3), **tree) as cluster:
+    async with lab.shared(lab.checkpoint("deepseek_v3", **DEEPSEEK_V3), **tree) as cluster:
         answer = await cluster.generate(prompts(40)[0], _GREEDY)
         assert len(answer.ids) == 24 and answer.route.blocks_shipped == 3
 
 
-async def test_sampled_with_logprobs_penalties_seeds_and_rules(
-    checkpoint: Checkpoint, reference: Reference, shared_cluster: SharedClusters
-) -> None:
-    model_dir, inputs = checkpoint("qwen3"), prompts(40, 17)
+async def test_sampled_with_logprobs_penalties_seeds_and_rules(lab: Lab) -> None:
+    model_dir, inputs = lab.checkpoint("qwen3"), prompts(40, 17)
     sampling = Sampling(
         max_tokens=20, temperature=0.8, top_p=0.9, top_k=50, seed=7, num_logprobs=2, repetition_penalty=1.1
     )
-    expected = reference(model_dir, inputs, sampling)
-    async with shared_cluster(model_dir, **exact_tree(1, 1)) as cluster:
+    expected = lab.reference(model_dir, inputs, sampling)
+    async with lab.shared(model_dir, **exact_tree(1, 1)) as cluster:
         for prompt, tokens in zip(inputs, expected, strict=True):
             answer = (await cluster.generate(prompt, sampling)).tokens[0]
             assert _ids(answer) == _ids(tokens)
@@ -105,7 +96,7 @@ async def test_sampled_with_logprobs_penalties_seeds_and_rules(
                 assert [token for token, _ in ours.logprob.top] == [token for token, _ in theirs.logprob.top]
                 assert ours.logprob.logprob == pytest.approx(theirs.logprob.logprob, abs=1e-4)
 
-        prompt, plain = inputs[0], reference.ids(model_dir, inputs[:1], _GREEDY)[0]
+        prompt, plain = inputs[0], lab.reference.ids(model_dir, inputs[:1], _GREEDY)[0]
         rules = {
             "biased": TokenRules(logit_bias=((5, 100.0), (plain[0], -100.0))),
             "restricted": TokenRules(allowed_token_ids=(3, 9, 27, 81)),
@@ -113,75 +104,65 @@ async def test_sampled_with_logprobs_penalties_seeds_and_rules(
         }
         ruled = [replace(one, token_rules=rule) for rule in rules.values() for one in (_GREEDY, sampling)]
         answers = await cluster.generate_all([prompt] * len(ruled), ruled)
-        assert [answer.ids for answer in answers] == reference.ids(model_dir, [prompt] * len(ruled), ruled)
+        assert [answer.ids for answer in answers] == lab.reference.ids(model_dir, [prompt] * len(ruled), ruled)
         assert all(answer.route.blocks_shipped for answer in answers)
         biased, restricted, without = (answers[i].ids for i in (0, 2, 4))
         assert set(biased) == {5} and set(restricted) <= {3, 9, 27, 81}
         assert plain[0] not in without and tuple(plain[-2:]) not in pairwise(without)
 
 
-async def test_several_choices_share_one_handoff(
-    checkpoint: Checkpoint, reference: Reference, shared_cluster: SharedClusters
-) -> None:
-    model_dir, prompt = checkpoint("llama"), prompts(37)[0]
+async def test_several_choices_share_one_handoff(lab: Lab) -> None:
+    model_dir, prompt = lab.checkpoint("llama"), prompts(37)[0]
     sampling = Sampling(max_tokens=16, temperature=1.0, seed=3)
     seeds = [replace(sampling, seed=choice_seed(3, choice)) for choice in range(4)]
-    expected = reference.ids(model_dir, [prompt] * 4, seeds)
-    async with shared_cluster(model_dir, **exact_tree(1, 1, tp=(1, 2))) as cluster:
+    expected = lab.reference.ids(model_dir, [prompt] * 4, seeds)
+    async with lab.shared(model_dir, **exact_tree(1, 1, tp=(1, 2))) as cluster:
         answer = await cluster.generate(prompt, sampling, n=4)
         assert [_ids(answer.tokens[choice]) for choice in range(4)] == expected
         assert len({tuple(ids) for ids in expected}) > 1
         assert answer.route.blocks_shipped == 3
 
 
-async def test_only_positions_missing_on_the_decode_replica_are_shipped(
-    checkpoint: Checkpoint, reference: Reference, shared_cluster: SharedClusters
-) -> None:
+async def test_only_positions_missing_on_the_decode_replica_are_shipped(lab: Lab) -> None:
     """In a second turn the decode replica has the first prompt and its answer cached."""
-    model_dir, prompt = checkpoint("llama"), prompts(40)[0]
-    async with shared_cluster(model_dir, **exact_tree(1, 1)) as cluster:
+    model_dir, prompt = lab.checkpoint("llama"), prompts(40)[0]
+    async with lab.shared(model_dir, **exact_tree(1, 1)) as cluster:
         first = await cluster.generate(prompt, _GREEDY)
         second_prompt = prompt + first.ids + prompts(9)[0]
         second = await cluster.generate(second_prompt, _GREEDY)
-        assert [second.ids] == reference.ids(model_dir, [second_prompt], _GREEDY)
+        assert [second.ids] == lab.reference.ids(model_dir, [second_prompt], _GREEDY)
         assert first.route.blocks_shipped == 3
         # 40 + 24 tokens are cached, the last one without KV: 3 full blocks. 73 tokens need 5.
         assert second.route.blocks_shipped == 2
         assert second.route.cached_tokens == 32
 
 
-async def test_a_short_uncached_part_is_computed_on_the_decode_replica(
-    checkpoint: Checkpoint, reference: Reference, redis_url: str
-) -> None:
+async def test_a_short_uncached_part_is_computed_on_the_decode_replica(lab: Lab) -> None:
     """The replicas are new: once their speed is known, the prefill replica may be the quicker one."""
-    model_dir, inputs = checkpoint("llama"), prompts(12, 50)
-    async with local_cluster(model_dir, redis_url, **exact_tree(1, 1, max_local_prefill=16)) as cluster:
+    model_dir, inputs = lab.checkpoint("llama"), prompts(12, 50)
+    async with lab.own(model_dir, **exact_tree(1, 1, max_local_prefill=16)) as cluster:
         answers = [await cluster.generate(prompt, _GREEDY) for prompt in inputs]
-        assert [answer.ids for answer in answers] == reference.ids(model_dir, inputs, _GREEDY)
+        assert [answer.ids for answer in answers] == lab.reference.ids(model_dir, inputs, _GREEDY)
         assert [bool(answer.route.prefill_replica) for answer in answers] == [False, True]
 
 
-async def test_one_token_needs_no_decode_replica(
-    checkpoint: Checkpoint, reference: Reference, shared_cluster: SharedClusters
-) -> None:
-    model_dir, prompt = checkpoint("llama"), prompts(40)[0]
+async def test_one_token_needs_no_decode_replica(lab: Lab) -> None:
+    model_dir, prompt = lab.checkpoint("llama"), prompts(40)[0]
     sampling = replace(_GREEDY, max_tokens=1)
-    async with shared_cluster(model_dir, **exact_tree(1, 1)) as cluster:
+    async with lab.shared(model_dir, **exact_tree(1, 1)) as cluster:
         answer = await cluster.generate(prompt, sampling)
-        assert [answer.ids] == reference.ids(model_dir, [prompt], sampling)
+        assert [answer.ids] == lab.reference.ids(model_dir, [prompt], sampling)
         assert (answer.route.decode_replica, answer.route.blocks_shipped) == ("", 0)
 
 
-async def test_preemption_changes_no_token(
-    checkpoint: Checkpoint, reference: Reference, shared_cluster: SharedClusters
-) -> None:
+async def test_preemption_changes_no_token(lab: Lab) -> None:
     """A pool of 20 blocks cannot hold six sequences that grow to 6 blocks each, while the router expects 3 each."""
-    model_dir, inputs, tree = checkpoint("llama"), prompts(33, 34, 35, 36, 37, 38), exact_tree(1, 1)
+    model_dir, inputs, tree = lab.checkpoint("llama"), prompts(33, 34, 35, 36, 37, 38), exact_tree(1, 1)
     tree["decode"] |= {"kv_memory_gib": gib_of_blocks(20)}
     rules = TokenRules(logit_bias=((5, 1.0),), bad_words=((5, 5), (7,)))
     sampling = replace(_GREEDY, max_tokens=60, token_rules=rules)
-    async with shared_cluster(model_dir, **tree) as cluster:
+    async with lab.shared(model_dir, **tree) as cluster:
         cluster.core.reservations.finished([1] * 200)  # so short have answers been until now
         answers = await cluster.generate_all(inputs, sampling)
-        assert [answer.ids for answer in answers] == reference.ids(model_dir, inputs, sampling)
+        assert [answer.ids for answer in answers] == lab.reference.ids(model_dir, inputs, sampling)
         await cluster.until(lambda: cluster.totals(Role.DECODE).preemptions)

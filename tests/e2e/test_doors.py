@@ -16,12 +16,11 @@ from core.types.request import Role, Sampling
 from frontend.chat.chat_template import ChatTemplate
 from frontend.chat.template_files import find_chat_template
 from frontend.text.tokenizer import Tokenizer
-from tests.e2e.conftest import Reference, smollm2_tree
+from tests.e2e.conftest import Lab, smollm2_tree
 from tests.support.plain_http import http_client
 from tests.support.router_service import admin_url, http_url, router_service
 from tests.support.scraping import scrape_workers
 from tests.support.sdk_clients import openai_client
-from tests.support.shared_clusters import SharedClusters
 
 _QUESTION = "What is the capital of France?"
 _MESSAGES = [{"role": "user", "content": _QUESTION}]
@@ -36,9 +35,7 @@ _MESSAGES = [{"role": "user", "content": _QUESTION}]
         pytest.param("bfloat16", (1, 1), marks=pytest.mark.slow),
     ],
 )
-async def test_tokens_equal_one_process(
-    smollm2_dir: Path, reference: Reference, shared_cluster: SharedClusters, dtype: str, tp: tuple[int, int]
-) -> None:
+async def test_tokens_equal_one_process(smollm2_dir: Path, lab: Lab, dtype: str, tp: tuple[int, int]) -> None:
     """Real weights, with 9 query heads and 3 KV heads. One request at a time, because in bfloat16 a batch may round."""
     tokenizer = Tokenizer(smollm2_dir)
     template = ChatTemplate(find_chat_template(smollm2_dir), special_tokens=tokenizer.special_tokens)
@@ -46,20 +43,18 @@ async def test_tokens_equal_one_process(
     tree, greedy = smollm2_tree(max_local_prefill=0), Sampling(max_tokens=12, temperature=0.0)
     tree["model"] |= {"dtype": dtype}
     tree |= {role.value: {"tensor_parallel": size} for role, size in zip(Role, tp, strict=True)}
-    async with shared_cluster(smollm2_dir, **tree) as cluster:
+    async with lab.shared(smollm2_dir, **tree) as cluster:
         for question in questions:
             text = template.render([{"role": "user", "content": question}])
             prompt = tokenizer.encode(text, add_special_tokens=False)
             answer = await cluster.generate(prompt, greedy)
-            assert [answer.ids] == reference.ids(smollm2_dir, [prompt], greedy, dtype=dtype)
+            assert [answer.ids] == lab.reference.ids(smollm2_dir, [prompt], greedy, dtype=dtype)
             assert answer.route.blocks_shipped
 
 
 @pytest.mark.timeout(180)
-async def test_chat_streams_seeds_stops_and_errors_at_both_doors(
-    smollm2_dir: Path, shared_cluster: SharedClusters
-) -> None:
-    async with shared_cluster(smollm2_dir, **smollm2_tree()) as cluster, router_service(cluster) as service:
+async def test_chat_streams_seeds_stops_and_errors_at_both_doors(smollm2_dir: Path, lab: Lab) -> None:
+    async with lab.shared(smollm2_dir, **smollm2_tree()) as cluster, router_service(cluster) as service:
         async with asyncio.timeout(150):
             await _check_health(http_url(service))
             async with openai_client(base_url=f"{http_url(service)}/v1", api_key="none") as client:

@@ -15,12 +15,12 @@ from engine.config import GIB, EngineConfig
 from engine.timing.pace import Pace
 from router.routing.plain_policies import RoundRobin
 from router.routing.policy import Option
-from tests.e2e.conftest import Checkpoint, Reference, exact_tree
+from tests.e2e.conftest import Lab, exact_tree
 from tests.engine.model.test_models import FAMILIES
 from tests.engine.steps import prompts
 from tests.support.ceiling import Ceiling
 from tests.support.fake_policy import FakePolicy
-from tests.support.local_cluster import LocalCluster, local_cluster, moved
+from tests.support.local_cluster import LocalCluster, moved
 from tests.support.rank_in_process import Fault
 
 _GREEDY = Sampling(max_tokens=24, temperature=0.0)
@@ -48,17 +48,16 @@ _SLOW = (
 class World:
     """One model, and the answers of a single process."""
 
+    lab: Lab
     model_dir: Path
-    reference: Reference
-    redis_url: str
     tmp_path: Path
     monkeypatch: pytest.MonkeyPatch
 
     def cluster(self, tree: dict[str, Any], **options: Any) -> Any:
-        return local_cluster(self.model_dir, self.redis_url, **options, **tree)
+        return self.lab.own(self.model_dir, **options, **tree)
 
     def expected(self, inputs: list[list[int]], samplings: Any = _GREEDY, **engine: Any) -> list[list[int]]:
-        return self.reference.ids(self.model_dir, inputs, samplings, **engine)
+        return self.lab.reference.ids(self.model_dir, inputs, samplings, **engine)
 
     def gib_of_blocks(self, number: float) -> float:
         """Return the size of a pool, or of a tier, for so many blocks of this model in float32."""
@@ -207,15 +206,9 @@ def _cases() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("family", "path"), list(_cases()))
 async def test_tokens_equal_one_process(
-    family: str,
-    path: Callable[[World], Awaitable[None]],
-    checkpoint: Checkpoint,
-    reference: Reference,
-    redis_url: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    family: str, path: Callable[[World], Awaitable[None]], lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     architecture, changes = FAMILIES[family]
     # Weights large enough that a wrong state changes the tokens.
-    model_dir = checkpoint(architecture, **(changes | {"initializer_range": 0.3}))
-    await path(World(model_dir, reference, redis_url, tmp_path, monkeypatch))
+    model_dir = lab.checkpoint(architecture, **(changes | {"initializer_range": 0.3}))
+    await path(World(lab, model_dir, tmp_path, monkeypatch))

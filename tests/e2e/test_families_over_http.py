@@ -10,14 +10,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.e2e.conftest import Checkpoint, exact_tree
+from tests.e2e.conftest import Lab, exact_tree
 from tests.engine.model.test_models import FAMILIES
 from tests.engine.steps import prompts
 from tests.engine.tiny_models import random_model, reference_logits, tiny_config
 from tests.support.plain_http import http_client
 from tests.support.router_service import http_url, router_service
 from tests.support.sdk_clients import openai_client
-from tests.support.shared_clusters import SharedClusters
 
 _WITHIN = 1e-3
 _NUM_TOP = 5
@@ -37,15 +36,13 @@ def _cases() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("family", "ranks"), list(_cases()))
-async def test_logprobs_and_greedy_tokens_equal_transformers(
-    family: str, ranks: int, checkpoint: Checkpoint, shared_cluster: SharedClusters
-) -> None:
+async def test_logprobs_and_greedy_tokens_equal_transformers(family: str, ranks: int, lab: Lab) -> None:
     """ranks: of the prefill replica."""
     architecture, changes = FAMILIES[family]
     model = random_model(tiny_config(architecture, **changes))
     tree = exact_tree(1, 1, tp=(ranks, 1))
     async with (
-        shared_cluster(checkpoint(architecture, **changes), **tree) as cluster,
+        lab.shared(lab.checkpoint(architecture, **changes), **tree) as cluster,
         router_service(cluster, model={"served_name": "tiny"}) as service,
     ):
         url = http_url(service)

@@ -21,13 +21,13 @@ from core.types.thinking_budget import ThinkingBudget
 from engine.config import EngineConfig
 from engine.runner.runner import ModelRunner
 from router.routing.plain_policies import RoundRobin
-from tests.e2e.conftest import Checkpoint, exact_tree, gib_of_blocks, on_device
+from tests.e2e.conftest import Checkpoint, Lab, exact_tree, gib_of_blocks, on_device
 from tests.engine.asked import LETTERS, AnswerText, Asked, answers, compare, letters_grammar, one_of_each_kind
 from tests.engine.scored_prompts import ScoredPrompts
 from tests.engine.steps import VOCAB_SIZE, prompts
 from tests.support.character_tokenizer import CHARACTERS
 from tests.support.draft_always import draft_always
-from tests.support.local_cluster import LocalCluster, LocalReplica, local_cluster
+from tests.support.local_cluster import LocalCluster, LocalReplica
 from tests.support.waiting import WITHIN_S
 
 pytestmark = [
@@ -112,20 +112,20 @@ def _tree(device: str, **decode: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-async def test_all_request_options(model_dir: Path, redis_url: str, tp: int, device: str) -> None:
+async def test_all_request_options(model_dir: Path, lab: Lab, tp: int, device: str) -> None:
     question, tree = Question.of(model_dir, device), _tree(device, tensor_parallel=tp)
     tree["prefill"] |= {"tensor_parallel": tp}
-    async with local_cluster(model_dir, redis_url, processes=True, **tree) as cluster:
+    async with lab.own(model_dir, processes=True, **tree) as cluster:
         await question.check(cluster)
         await cluster.idle()
         (decode,) = cluster.pools[Role.DECODE]
         await cluster.until(lambda: cluster.seen(decode).status.totals.forced_tokens)
 
 
-async def test_answers_with_drafts(model_dir: Path, redis_url: str, device: str) -> None:
+async def test_answers_with_drafts(model_dir: Path, lab: Lab, device: str) -> None:
     question, tree = Question.of(model_dir, device), _tree(device, replicas=0)
     tree["speculation"] = {"method": "suffix", "max_tokens": 3}
-    async with local_cluster(model_dir, redis_url, processes=True, policy=RoundRobin(), **tree) as cluster:
+    async with lab.own(model_dir, processes=True, policy=RoundRobin(), **tree) as cluster:
         decode = await cluster.add(Role.DECODE, prepare=draft_always)
         for _ in range(2):  # the second time, drafts use the first answers
             await question.check(cluster)
@@ -137,10 +137,10 @@ def _num_accepted(cluster: LocalCluster, replica: LocalReplica) -> int:
     return sum(sum(one.accepted) for one in cluster.seen(replica).status.totals.drafted)
 
 
-async def test_answers_with_preemption(model_dir: Path, redis_url: str, device: str) -> None:
+async def test_answers_with_preemption(model_dir: Path, lab: Lab, device: str) -> None:
     """The pool has 20 blocks, and the router expects answers of one token."""
     question, tree = Question.of(model_dir, device), _tree(device, kv_memory_gib=gib_of_blocks(20))
-    async with local_cluster(model_dir, redis_url, processes=True, **tree) as cluster:
+    async with lab.own(model_dir, processes=True, **tree) as cluster:
         cluster.core.reservations.finished([1] * 200)
         await question.check(cluster)
         await cluster.idle()

@@ -24,7 +24,7 @@ from engine.scheduler.step_commands import Orders
 from engine.tools.offline import generate
 from kvtransfer.protocol.segment import Segment
 from kvtransfer.transfer.codec import codec_for, slots_of
-from tests.e2e.conftest import Checkpoint, Reference, on_device
+from tests.e2e.conftest import Lab, Reference, on_device
 from tests.engine.quantized_files import write_quantised
 from tests.engine.steps import prompts
 from tests.engine.tiny_models import DEEPSEEK_V2, random_model, tiny_config
@@ -47,50 +47,41 @@ _DENSE = {"first_k_dense_replace": 3}  # all layers, because rounding may choose
 
 
 @pytest.mark.parametrize("stored", ["fp8 blocks", "gptq", "int8 channels", "int8"])
-async def test_quantized_weights(
-    checkpoint: Checkpoint, reference: Reference, redis_url: str, tmp_path: Path, stored: str, device: str
-) -> None:
-    model_dir, weights = checkpoint("llama"), "int8"  # quantized at load
+async def test_quantized_weights(lab: Lab, tmp_path: Path, stored: str, device: str) -> None:
+    model_dir, weights = lab.checkpoint("llama"), "int8"  # quantized at load
     if stored != "int8":
         write_quantised(tmp_path, random_model(tiny_config("llama")), stored)
         shutil.copy(model_dir / "tokenizer.json", tmp_path)
         model_dir, weights = tmp_path, "auto"
     engine = _engine(device) | {"weights": weights}
-    expected = _one_by_one(reference, model_dir, **engine)
-    assert await _answers(model_dir, redis_url, _tree(device, weights=weights)) == expected
+    expected = _one_by_one(lab.reference, model_dir, **engine)
+    assert await _answers(model_dir, lab.redis_url, _tree(device, weights=weights)) == expected
 
 
 @pytest.mark.parametrize("pool_dtype", ["fp8_e4m3", "int8"])
-async def test_8_bit_pools(
-    checkpoint: Checkpoint, reference: Reference, redis_url: str, pool_dtype: str, device: str
-) -> None:
+async def test_8_bit_pools(lab: Lab, pool_dtype: str, device: str) -> None:
     """Requests run one at a time, as in the reference: another batch shape may round to another 8-bit code."""
-    model_dir = checkpoint("llama")
-    expected = _one_by_one(reference, model_dir, **_engine(device), pool_dtype=pool_dtype)
+    model_dir = lab.checkpoint("llama")
+    expected = _one_by_one(lab.reference, model_dir, **_engine(device), pool_dtype=pool_dtype)
     tree = _tree(device)
     tree["kv"] |= {"pool_dtype": pool_dtype}
-    assert await _answers(model_dir, redis_url, tree) == expected
+    assert await _answers(model_dir, lab.redis_url, tree) == expected
 
 
 @pytest.mark.parametrize(
     ("family", "changes"), [("llama", {}), ("deepseek_v2", DEEPSEEK_V2 | _DENSE)], ids=["heads", "latents"]
 )
 async def test_8_bit_wire(
-    checkpoint: Checkpoint,
-    redis_url: str,
-    monkeypatch: pytest.MonkeyPatch,
-    family: str,
-    changes: dict[str, Any],
-    device: str,
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, family: str, changes: dict[str, Any], device: str
 ) -> None:
     """Answers equal those of one process whose pool passes a prompt's KV through the wire's codec."""
-    model_dir = checkpoint(family, **changes)
+    model_dir = lab.checkpoint(family, **changes)
     runner = ModelRunner(EngineConfig(model_dir=model_dir, kv_memory_gib=0.1, **_engine(device)))
     exact = _generated(runner)
     monkeypatch.setattr(runner, "execute", _with_wire(runner, "fp8_e4m3"))
     expected = _generated(runner)
     assert expected != exact, "the wire changes nothing"
-    assert await _answers(model_dir, redis_url, _tree(device, wire_dtype="fp8_e4m3")) == expected
+    assert await _answers(model_dir, lab.redis_url, _tree(device, wire_dtype="fp8_e4m3")) == expected
 
 
 def _engine(device: str) -> dict[str, Any]:

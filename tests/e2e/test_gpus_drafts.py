@@ -14,13 +14,13 @@ import pytest
 
 from core.types.request import Role, Sampling
 from router.routing.plain_policies import RoundRobin
-from tests.e2e.conftest import Checkpoint, Reference, exact_tree, on_device
+from tests.e2e.conftest import Lab, exact_tree, on_device
 from tests.engine.spec_decode.draft_models.smaller_model import first_layers
 from tests.engine.spec_decode.heads.head_files import write_eagle, write_medusa
 from tests.engine.spec_decode.heads.mtp_files import write_mtp
 from tests.engine.steps import prompts
 from tests.support.draft_always import draft_always
-from tests.support.local_cluster import LocalCluster, LocalReplica, local_cluster
+from tests.support.local_cluster import LocalCluster, LocalReplica
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -36,15 +36,13 @@ _SAMPLINGS = [_GREEDY, replace(_SAMPLED, seed=1), _GREEDY, replace(_SAMPLED, see
 
 
 @pytest.mark.parametrize("method", ["suffix", "draft", "self", "medusa", "eagle", "mtp"])
-async def test_answers_are_those_of_one_process(
-    checkpoint: Checkpoint, reference: Reference, redis_url: str, tmp_path: Path, method: str, device: str
-) -> None:
-    model_dir, drafts = _drafting(method, checkpoint("llama"), tmp_path)
+async def test_answers_are_those_of_one_process(lab: Lab, tmp_path: Path, method: str, device: str) -> None:
+    model_dir, drafts = _drafting(method, lab.checkpoint("llama"), tmp_path)
     tree = on_device(device, exact_tree(1, 0))
     tree["speculation"] = {"method": method, "model": str(drafts) if drafts else None, "max_tokens": 3}
     tree["decode"] |= {"max_running": 16}  # bounds the rows and drafted tokens with logits
-    expected = reference.ids(model_dir, _PROMPTS, _SAMPLINGS, device=device)
-    async with local_cluster(model_dir, redis_url, processes=True, policy=RoundRobin(), **tree) as cluster:
+    expected = lab.reference.ids(model_dir, _PROMPTS, _SAMPLINGS, device=device)
+    async with lab.own(model_dir, processes=True, policy=RoundRobin(), **tree) as cluster:
         adding = cluster.add(Role.DECODE), cluster.add(Role.DECODE, prepare=draft_always)
         as_it_pays, always = await asyncio.gather(*adding)
         for _ in range(4):  # twice per replica, so that drafts use the first answers

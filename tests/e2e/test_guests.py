@@ -11,11 +11,11 @@ import pytest
 
 from core.types.request import Role, Sampling
 from router.routing import chooser
-from tests.e2e.conftest import Checkpoint, Reference, exact_tree, on_device
+from tests.e2e.conftest import Lab, Reference, exact_tree, on_device
 from tests.engine.steps import prompts
 from tests.support.ceiling import Ceiling
 from tests.support.grids import quick
-from tests.support.local_cluster import Answer, LocalCluster, LocalReplica, local_cluster
+from tests.support.local_cluster import Answer, LocalCluster, LocalReplica
 from tests.support.rank_in_process import shared_ceiling
 
 _GREEDY = Sampling(max_tokens=40, temperature=0.0)
@@ -68,12 +68,12 @@ async def _begun(cluster: LocalCluster, replica: LocalReplica, number: int, *, m
 
 @pytest.mark.parametrize("tp", quick([1, 2], [1]))
 async def test_what_a_full_decode_pool_has_no_room_for_is_answered_beside_prompts_and_moves_where_its_replica_leaves(
-    checkpoint: Checkpoint, reference: Reference, redis_url: str, monkeypatch: pytest.MonkeyPatch, tp: int
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, tp: int
 ) -> None:
     running_on = Ceiling(20)
     running_on.arm(monkeypatch.setattr)
-    async with local_cluster(checkpoint("llama"), redis_url, **_tree(2, 1, tp=tp)) as cluster:
-        load = Load(cluster, range(8), reference)
+    async with lab.own(lab.checkpoint("llama"), **_tree(2, 1, tp=tp)) as cluster:
+        load = Load(cluster, range(8), lab.reference)
         leaving, staying = cluster.pools[Role.PREFILL]
         [full] = cluster.pools[Role.DECODE]
         load.ask(_PLACES)
@@ -97,14 +97,12 @@ async def test_what_a_full_decode_pool_has_no_room_for_is_answered_beside_prompt
 
 
 @pytest.mark.slow
-async def test_local_decodes_and_decodes_of_the_last_replica_resume_after_kills(
-    checkpoint: Checkpoint, reference: Reference, redis_url: str
-) -> None:
+async def test_local_decodes_and_decodes_of_the_last_replica_resume_after_kills(lab: Lab) -> None:
     """A prefill replica with local decodes dies, then the only decode replica; one prefill replica is left."""
     running_on = shared_ceiling(20)
     tree = _tree(0, 0, local_decodes=2 * _PLACES)
-    async with local_cluster(checkpoint("llama"), redis_url, processes=True, **tree) as cluster:
-        load = Load(cluster, range(2 * _PLACES), reference)
+    async with lab.own(lab.checkpoint("llama"), processes=True, **tree) as cluster:
+        load = Load(cluster, range(2 * _PLACES), lab.reference)
         starting = [cluster.add(role, ceiling=running_on) for role in (Role.PREFILL, Role.DECODE)]
         doomed, decode = await asyncio.gather(*starting)
         load.ask(_PLACES)
@@ -124,13 +122,11 @@ async def test_local_decodes_and_decodes_of_the_last_replica_resume_after_kills(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("leaves", [False, True], ids=["they stay", "they move"])
-async def test_local_decodes_on_a_gpu(
-    checkpoint: Checkpoint, reference: Reference, redis_url: str, leaves: bool
-) -> None:
+async def test_local_decodes_on_a_gpu(lab: Lab, leaves: bool) -> None:
     """leaves: the prefill replica becomes a decode replica, and its guests another one's."""
     running_on, tree = shared_ceiling(20), on_device("cuda", _tree(0, 0))
-    async with local_cluster(checkpoint("llama"), redis_url, processes=True, **tree) as cluster:
-        load = Load(cluster, range(2 * _PLACES), reference)
+    async with lab.own(lab.checkpoint("llama"), processes=True, **tree) as cluster:
+        load = Load(cluster, range(2 * _PLACES), lab.reference)
         adding = (cluster.add(role, ceiling=running_on) for role in (Role.PREFILL, Role.DECODE))
         home, decode = await asyncio.gather(*adding)
         load.ask(_PLACES)

@@ -16,6 +16,7 @@ import pytest
 
 from core.grammar.compiler import CompiledGrammar, GrammarCompiler
 from core.types.constraints import Grammar
+from tests.e2e.conftest import Lab
 from tests.support.hostile_schemas import hostile_schemas
 from tests.support.local_cluster import beside
 from tests.support.plain_http import http_client
@@ -71,7 +72,7 @@ async def _endpoint(model_dir: Path, shared_cluster: SharedClusters) -> AsyncIte
 
 @pytest.mark.timeout(240)
 async def test_streams_continue_while_schemas_are_compiled(
-    smollm2_dir: Path, shared_cluster: SharedClusters, monkeypatch: pytest.MonkeyPatch
+    smollm2_dir: Path, lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each compilation waits until a concurrent stream has received tokens.
 
@@ -84,7 +85,7 @@ async def test_streams_continue_while_schemas_are_compiled(
         compiled.append(grammar.text)
         return compile_it(self, grammar, param=param)
 
-    async with _endpoint(smollm2_dir, shared_cluster) as client:
+    async with _endpoint(smollm2_dir, lab.shared) as client:
         stream = _Stream(client)
         async with beside(stream.run()):
             await becomes(lambda: stream.times)
@@ -96,9 +97,9 @@ async def test_streams_continue_while_schemas_are_compiled(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-async def test_each_hostile_schema_is_answered_quickly(smollm2_dir: Path, shared_cluster: SharedClusters) -> None:
+async def test_each_hostile_schema_is_answered_quickly(smollm2_dir: Path, lab: Lab) -> None:
     took: list[tuple[float, int, str]] = []
-    async with _endpoint(smollm2_dir, shared_cluster) as client:
+    async with _endpoint(smollm2_dir, lab.shared) as client:
         stream = _Stream(client)
         async with beside(stream.run()):
             await becomes(lambda: len(stream.times) > 50)

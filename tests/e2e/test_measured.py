@@ -10,8 +10,7 @@ import pytest
 
 from cluster.cli.app import run
 from planner.simulator.profile import load_profile
-from tests.e2e.conftest import Checkpoint
-from tests.support.local_cluster import local_cluster
+from tests.e2e.conftest import Lab
 from tests.support.router_service import admin_url, http_url, router_service
 
 
@@ -21,9 +20,8 @@ def _trace(path: Path, rows: list[dict[str, object]]) -> str:
 
 
 async def test_a_load_is_measured_through_both_doors_and_explained(
-    checkpoint: Checkpoint, redis_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # Ten prompts, each with the previous one's prefix; and a trace in the format of `cluster capture`.
     trace = _trace(
         tmp_path / "trace.jsonl",
         [{"timestamp": 100 * i, "input_length": 1024, "output_length": 128, "hash_ids": [0, 1 + i]} for i in range(10)],
@@ -41,9 +39,9 @@ async def test_a_load_is_measured_through_both_doors_and_explained(
         assert await asyncio.to_thread(run, list(arguments)) == code
         return capsys.readouterr().out
 
-    model = checkpoint("llama")
+    model = lab.checkpoint("llama")
     async with (
-        local_cluster(model, redis_url, model={"dtype": "float32"}) as cluster,
+        lab.own(model, model={"dtype": "float32"}) as cluster,
         router_service(cluster) as service,
     ):
         grpc, http = f"127.0.0.1:{service.grpc_port}", http_url(service)
@@ -78,9 +76,9 @@ async def test_a_load_is_measured_through_both_doors_and_explained(
 
 
 def test_a_profile_of_this_machine_can_be_simulated(
-    checkpoint: Checkpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = checkpoint("llama", max_position_embeddings=4096)
+    model = lab.checkpoint("llama", max_position_embeddings=4096)
     path = tmp_path / "here.json"
     options = ["--model", str(model), "--dtype", "float32", "--replicas", "2", "--seconds", "0.02"]
     assert run(["profile", "-o", str(path), *options]) == 0

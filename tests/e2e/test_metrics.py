@@ -6,14 +6,13 @@ import asyncio
 import signal
 
 from core.types.request import Role, Sampling
-from tests.e2e.conftest import Checkpoint
-from tests.support.local_cluster import local_cluster
+from tests.e2e.conftest import Lab
 from tests.support.router_service import router_service
 from tests.support.scraping import scrape, targets_of
 from tests.support.waiting import told
 
 
-async def test_workers_are_scraped_until_they_die(checkpoint: Checkpoint, redis_url: str) -> None:
+async def test_workers_are_scraped_until_they_die(lab: Lab) -> None:
     pool = {"kv_memory_gib": 0.01}
     tree = {
         "model": {"served_name": "tiny", "dtype": "float32"},
@@ -22,7 +21,7 @@ async def test_workers_are_scraped_until_they_die(checkpoint: Checkpoint, redis_
         "router": {"max_local_prefill": 0},
     }
     async with (
-        local_cluster(checkpoint("llama"), redis_url, processes=True, **tree) as cluster,
+        lab.own(lab.checkpoint("llama"), processes=True, **tree) as cluster,
         router_service(cluster) as service,
     ):
         admin = "{}:{}".format(*service.admin_address)

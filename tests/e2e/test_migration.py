@@ -15,13 +15,13 @@ from core.types.request import Role, SampledToken, Sampling
 from core.wire.channel import open_channel
 from router.routing.plain_policies import RoundRobin
 from router.routing.policy import CandidateReplica, Option, RoutingRequest
-from tests.e2e.conftest import Checkpoint, Reference, exact_tree
+from tests.e2e.conftest import Lab, exact_tree
 from tests.engine.steps import prompts
 from tests.engine.tiny_models import DELTA_NET
 from tests.support.ceiling import Ceiling
 from tests.support.grids import quick
 from tests.support.identities import rank
-from tests.support.local_cluster import Answer, LocalCluster, LocalReplica, beside, local_cluster
+from tests.support.local_cluster import Answer, LocalCluster, LocalReplica, beside
 from tests.support.waiting import WITHIN_S
 from worker.gang_runner import GangRunner
 
@@ -78,9 +78,7 @@ def running_on(monkeypatch: pytest.MonkeyPatch) -> Ceiling:
     ids=lambda value: {_RULED: "seeded", _GREEDY: "greedy"}.get(value),
 )
 async def test_running_sequences_migrate_with_unchanged_tokens(
-    checkpoint: Checkpoint,
-    reference: Reference,
-    redis_url: str,
+    lab: Lab,
     monkeypatch: pytest.MonkeyPatch,
     running_on: Ceiling,
     tp: int,
@@ -90,9 +88,9 @@ async def test_running_sequences_migrate_with_unchanged_tokens(
 ) -> None:
     """This holds with synchronous and with asynchronous steps, as on a GPU, and with recurrent layers."""
     monkeypatch.setattr(GangRunner, "is_async", is_async)
-    model_dir = checkpoint(family, **(DELTA_NET | {"initializer_range": 0.3} if family == "qwen3_5" else {}))
+    model_dir = lab.checkpoint(family, **(DELTA_NET | {"initializer_range": 0.3} if family == "qwen3_5" else {}))
     inputs = prompts(20, 33, 48)
-    async with local_cluster(model_dir, redis_url, **_tree(1, 1, tp=tp)) as cluster:
+    async with lab.own(model_dir, **_tree(1, 1, tp=tp)) as cluster:
         leaving = cluster.pools[Role.DECODE][0]
         running = _start(cluster, inputs, sampling)
         await _tokens_from(cluster, leaving, at_least=50)
@@ -100,7 +98,7 @@ async def test_running_sequences_migrate_with_unchanged_tokens(
         await cluster.drain(leaving)
         running_on.lift()
         answers = [await task for task in running]
-        for answer, tokens in zip(answers, reference(model_dir, inputs, sampling), strict=True):
+        for answer, tokens in zip(answers, lab.reference(model_dir, inputs, sampling), strict=True):
             assert [_facts(token) for token in answer.tokens[0]] == [_facts(token) for token in tokens]
             assert _logprobs(answer.tokens[0]) == pytest.approx(_logprobs(tokens), abs=1e-3)
         assert [(answer.route.decode_replica, answer.route.migrations) for answer in answers] == [(coming.id, 0)] * 3
@@ -109,11 +107,9 @@ async def test_running_sequences_migrate_with_unchanged_tokens(
         assert num_computed == sum(map(len, inputs)), "something was computed again"
 
 
-async def test_failed_migration_leaves_the_sequence_in_place(
-    checkpoint: Checkpoint, reference: Reference, redis_url: str, running_on: Ceiling
-) -> None:
-    model_dir, inputs = checkpoint("llama"), prompts(40)
-    async with local_cluster(model_dir, redis_url, **_tree(1, 1)) as cluster:
+async def test_failed_migration_leaves_the_sequence_in_place(lab: Lab, running_on: Ceiling) -> None:
+    model_dir, inputs = lab.checkpoint("llama"), prompts(40)
+    async with lab.own(model_dir, **_tree(1, 1)) as cluster:
         source = cluster.pools[Role.DECODE][0]
         seen = cluster.seen(source)
         [running] = _start(cluster, inputs, _GREEDY)
@@ -129,15 +125,13 @@ async def test_failed_migration_leaves_the_sequence_in_place(
             abandoned = stub.Migrate(request)  # cancelled call
             abandoned.cancel()
         running_on.lift()
-        assert [(await running).ids] == reference.ids(model_dir, inputs, _GREEDY)
+        assert [(await running).ids] == lab.reference.ids(model_dir, inputs, _GREEDY)
         assert seen.status.totals.migrations == 0
 
 
-async def test_clients_that_disconnect_during_migration_free_everything(
-    checkpoint: Checkpoint, redis_url: str, running_on: Ceiling
-) -> None:
+async def test_clients_that_disconnect_during_migration_free_everything(lab: Lab, running_on: Ceiling) -> None:
     moments = random.Random(5)
-    async with local_cluster(checkpoint("llama"), redis_url, **_tree(1, 1, tp=2)) as cluster:
+    async with lab.own(lab.checkpoint("llama"), **_tree(1, 1, tp=2)) as cluster:
         leaving = cluster.pools[Role.DECODE][0]
         running = _start(cluster, prompts(*range(20, 60, 2)), _GREEDY)
         await _tokens_from(cluster, leaving, at_least=100)
@@ -150,12 +144,10 @@ async def test_clients_that_disconnect_during_migration_free_everything(
         await draining
 
 
-async def test_one_replica_of_each_pool_leaves_under_load(
-    checkpoint: Checkpoint, reference: Reference, redis_url: str, running_on: Ceiling
-) -> None:
+async def test_one_replica_of_each_pool_leaves_under_load(lab: Lab, running_on: Ceiling) -> None:
     """A draining replica takes no new requests and finishes all that it has."""
-    model_dir, inputs = checkpoint("llama"), prompts(*range(20, 52))
-    async with local_cluster(model_dir, redis_url, policy=RoundRobin(), **_tree(2, 2)) as cluster:
+    model_dir, inputs = lab.checkpoint("llama"), prompts(*range(20, 52))
+    async with lab.own(model_dir, policy=RoundRobin(), **_tree(2, 2)) as cluster:
         leaving = [cluster.pools[role].pop() for role in Role]
         running = _start(cluster, inputs[:16], _GREEDY)
         seen = [cluster.seen(replica) for replica in leaving]
@@ -166,7 +158,7 @@ async def test_one_replica_of_each_pool_leaves_under_load(
         late = await asyncio.gather(*_start(cluster, inputs[16:], _GREEDY))
         await draining
         answers = [await task for task in running] + late
-        assert [answer.ids for answer in answers] == reference.ids(model_dir, inputs, _GREEDY)
+        assert [answer.ids for answer in answers] == lab.reference.ids(model_dir, inputs, _GREEDY)
         served = {name for answer in late for name in (answer.route.prefill_replica, answer.route.decode_replica)}
         assert served.isdisjoint(replica.id for replica in leaving)
 
@@ -176,8 +168,8 @@ async def _leave(cluster: LocalCluster, replica: LocalReplica) -> None:
     await asyncio.to_thread(replica.ranks[0].stop)
 
 
-async def test_a_replica_that_joins_is_used(checkpoint: Checkpoint, redis_url: str) -> None:
-    async with local_cluster(checkpoint("llama"), redis_url, **_tree(2, 0)) as cluster:
+async def test_a_replica_that_joins_is_used(lab: Lab) -> None:
+    async with lab.own(lab.checkpoint("llama"), **_tree(2, 0)) as cluster:
         [waiting] = _start(cluster, prompts(30), _GREEDY)
         newcomer = await cluster.add(Role.DECODE)
         assert (await waiting).route.decode_replica == newcomer.id
@@ -194,27 +186,23 @@ class Crowding:
 
 
 @pytest.mark.parametrize("sampling", quick([_GREEDY, _SAMPLED], [_SAMPLED]), ids=["greedy", "sampled"])
-async def test_crowded_requests_spread_with_unchanged_tokens(
-    checkpoint: Checkpoint, reference: Reference, redis_url: str, running_on: Ceiling, sampling: Sampling
-) -> None:
-    model_dir, inputs = checkpoint("llama"), prompts(*range(20, 28))
-    async with local_cluster(model_dir, redis_url, policy=Crowding(), **_tree(1, 2)) as cluster:
+async def test_crowded_requests_spread_with_unchanged_tokens(lab: Lab, running_on: Ceiling, sampling: Sampling) -> None:
+    model_dir, inputs = lab.checkpoint("llama"), prompts(*range(20, 28))
+    async with lab.own(model_dir, policy=Crowding(), **_tree(1, 2)) as cluster:
         async with beside(cluster.core.rebalance_forever()):
             running = _start(cluster, inputs, sampling)
             emptier = cluster.seen(cluster.pools[Role.DECODE][1])
             await cluster.until(lambda: emptier.status.running >= 2)
             running_on.lift()
             answers = [await task for task in running]
-        assert [answer.ids for answer in answers] == reference.ids(model_dir, inputs, sampling)
+        assert [answer.ids for answer in answers] == lab.reference.ids(model_dir, inputs, sampling)
         assert sum(cluster.seen(decode).status.totals.migrations for decode in cluster.pools[Role.DECODE]) >= 2
         assert {answer.route.decode_replica for answer in answers} == {"decode-1", "decode-2"}
 
 
-async def test_migrated_request_migrates_again_when_its_replica_drains(
-    checkpoint: Checkpoint, reference: Reference, redis_url: str, running_on: Ceiling
-) -> None:
-    model_dir, inputs = checkpoint("llama"), prompts(*range(20, 28))
-    async with local_cluster(model_dir, redis_url, policy=Crowding(), **_tree(1, 2)) as cluster:
+async def test_migrated_request_migrates_again_when_its_replica_drains(lab: Lab, running_on: Ceiling) -> None:
+    model_dir, inputs = lab.checkpoint("llama"), prompts(*range(20, 28))
+    async with lab.own(model_dir, policy=Crowding(), **_tree(1, 2)) as cluster:
         async with beside(cluster.core.rebalance_forever()):
             running = _start(cluster, inputs, _GREEDY)
             newcomer = next(replica for replica in cluster.pools[Role.DECODE] if replica.id != _CROWDED)
@@ -222,7 +210,7 @@ async def test_migrated_request_migrates_again_when_its_replica_drains(
             await cluster.drain(newcomer)
             running_on.lift()
             answers = [await task for task in running]
-        assert [answer.ids for answer in answers] == reference.ids(model_dir, inputs, _GREEDY)
+        assert [answer.ids for answer in answers] == lab.reference.ids(model_dir, inputs, _GREEDY)
         assert {answer.route.decode_replica for answer in answers} == {_CROWDED}
         assert [answer.route.migrations for answer in answers] == [0] * len(answers), "it was computed again"
 

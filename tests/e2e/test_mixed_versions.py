@@ -24,12 +24,12 @@ from core.types.request import Role, Sampling
 from core.types.wire_version import WIRE_VERSION
 from router.generation import RequestRoute
 from router.routing.policy import CandidateReplica, Option, RoutingRequest
-from tests.e2e.conftest import Checkpoint, Reference
+from tests.e2e.conftest import Lab
 from tests.engine.steps import prompts
 from tests.support.ceiling import Ceiling
 from tests.support.grids import quick
 from tests.support.identities import rank, router
-from tests.support.local_cluster import LocalCluster, local_cluster
+from tests.support.local_cluster import LocalCluster
 from tests.support.oldest import OldestProcess, check_out
 from tests.support.waiting import WITHIN_S, becomes
 
@@ -84,26 +84,20 @@ async def _beside(cluster: LocalCluster, tree: Path, tmp_path: Path) -> AsyncIte
 @pytest.mark.timeout(180)  # two more processes start and import torch
 @pytest.mark.parametrize("encrypt", quick([False, True], [True]))
 async def test_workers_of_the_oldest_version_serve_beside_todays(
-    checkpoint: Checkpoint,
-    reference: Reference,
-    redis_url: str,
-    oldest: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    encrypt: bool,
+    lab: Lab, oldest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encrypt: bool
 ) -> None:
     """Old and new replicas interoperate under a current router, with unchanged tokens.
 
     Each prefill replica ships to each decode replica and fetches from the other, and a running choice migrates from
     the current replica to the oldest and back.
     """
-    model_dir, inputs = checkpoint("llama"), prompts(40, 33, 70, 21, 37, 51)
-    expected = reference.ids(model_dir, inputs, _GREEDY)
+    model_dir, inputs = lab.checkpoint("llama"), prompts(40, 33, 70, 21, 37, 51)
+    expected = lab.reference.ids(model_dir, inputs, _GREEDY)
     policy, under = FakePolicy(), Ceiling(_STOOD)
     under.arm(monkeypatch.setattr)
     tree = _TREE | {"kv": {"wire_dtype": "raw", "encrypt": encrypt}}
     async with (
-        local_cluster(model_dir, redis_url, policy=policy, **tree) as cluster,
+        lab.own(model_dir, policy=policy, **tree) as cluster,
         _beside(cluster, oldest, tmp_path) as old,
     ):
 
@@ -144,13 +138,11 @@ async def test_workers_of_the_oldest_version_serve_beside_todays(
 
 
 @pytest.mark.timeout(180)
-async def test_todays_workers_serve_a_router_of_the_oldest_version(
-    checkpoint: Checkpoint, reference: Reference, redis_url: str, oldest: Path, tmp_path: Path
-) -> None:
-    model_dir, inputs = checkpoint("llama"), prompts(40, 33)
-    expected = reference.ids(model_dir, inputs, _GREEDY)
+async def test_todays_workers_serve_a_router_of_the_oldest_version(lab: Lab, oldest: Path, tmp_path: Path) -> None:
+    model_dir, inputs = lab.checkpoint("llama"), prompts(40, 33)
+    expected = lab.reference.ids(model_dir, inputs, _GREEDY)
     tree = _TREE | {"router": {"max_local_prefill": 0, "grpc_port": free_port()}}
-    async with local_cluster(model_dir, redis_url, **tree) as cluster:
+    async with lab.own(model_dir, **tree) as cluster:
         old = OldestProcess(oldest, cluster.launch, cluster.identity(router("router-old")), log=tmp_path / "router.log")
         try:
             endpoints = await asyncio.to_thread(old.start)
@@ -172,15 +164,15 @@ def test_short_history_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 async def test_replica_of_another_wire_version_is_reported_and_the_others_serve(
-    checkpoint: Checkpoint, reference: Reference, redis_url: str, caplog: pytest.LogCaptureFixture
+    lab: Lab, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The replica belongs to the deployment and its address is reachable; only its wire version differs."""
-    model_dir, [inputs] = checkpoint("llama"), prompts(40)
-    expected = reference.ids(model_dir, [inputs], _GREEDY)[0]
-    async with local_cluster(model_dir, redis_url, **_TREE) as cluster:
+    model_dir, [inputs] = lab.checkpoint("llama"), prompts(40)
+    expected = lab.reference.ids(model_dir, [inputs], _GREEDY)[0]
+    async with lab.own(model_dir, **_TREE) as cluster:
         [decode] = cluster.pools[Role.DECODE]
         newer = replace(cluster.seen(decode).member, replica="decode-9", wire_version=WIRE_VERSION + 1)
-        async with connect_redis(redis_url) as redis:
+        async with connect_redis(lab.redis_url) as redis:
             membership = Membership(redis, name=cluster.spec.name, key=cluster.credentials.key(Purpose.MEMBERS))
             await membership.renew(newer)
             await becomes(lambda: any("'decode-9' is ignored (other version)" in line for line in caplog.messages))

@@ -10,7 +10,7 @@ import pytest
 
 from core.types.request import Role, Sampling
 from router.routing.policy import Option
-from tests.e2e.conftest import Checkpoint, Reference, exact_tree
+from tests.e2e.conftest import Lab, exact_tree
 from tests.engine.steps import prompts
 from tests.support import hosts
 from tests.support.fake_policy import FakePolicy
@@ -42,10 +42,14 @@ def slow_cable() -> Iterator[Cable]:
 
 @pytest.mark.parametrize("role", quick(Role, [Role.DECODE]))
 async def test_streams_continue_and_the_far_side_returns_empty(
-    role: Role, cable: Cable, checkpoint: Checkpoint, reference: Reference, tmp_path: Path
+    role: Role, cable: Cable, lab: Lab, tmp_path: Path
 ) -> None:
     """Redis is on the near side, so that the far side is cut off from it, too."""
-    model_dir, inputs, greedy = checkpoint("llama"), prompts(20, 33, 47, 70), Sampling(max_tokens=400, temperature=0.0)
+    model_dir, inputs, greedy = (
+        lab.checkpoint("llama"),
+        prompts(20, 33, 47, 70),
+        Sampling(max_tokens=400, temperature=0.0),
+    )
     running_on, policy, tree = shared_ceiling(100), FakePolicy(), exact_tree(0, 0)
     for pool in Role:
         tree[pool] |= {"kv_memory_gib": 0.02}
@@ -64,7 +68,7 @@ async def test_streams_continue_and_the_far_side_returns_empty(
             cable.cut()
             running_on.lift()
             answers = await running
-            assert [answer.ids for answer in answers] == reference.ids(model_dir, inputs, greedy)
+            assert [answer.ids for answer in answers] == lab.reference.ids(model_dir, inputs, greedy)
             # After three seconds of silence it is dropped, whether it was in use or not.
             await cluster.until(lambda: not (seen := cluster.replicas.get(far.id)) or not seen.is_usable)
             cable.mend()
@@ -75,9 +79,9 @@ async def test_streams_continue_and_the_far_side_returns_empty(
 
 @pytest.mark.slow
 async def test_answers_are_the_same_and_the_policy_learns_which_way_is_slow(
-    slow_cable: Cable, checkpoint: Checkpoint, reference: Reference, tmp_path: Path
+    slow_cable: Cable, lab: Lab, tmp_path: Path
 ) -> None:
-    model_dir, inputs = checkpoint("llama", **_WIDE), prompts(*range(64, 72))
+    model_dir, inputs = lab.checkpoint("llama", **_WIDE), prompts(*range(64, 72))
     greedy, tree = Sampling(temperature=0.0, max_tokens=40), exact_tree(0, 0)
     for pool in Role:
         tree[pool] |= {"kv_memory_gib": 0.1}
@@ -89,7 +93,7 @@ async def test_answers_are_the_same_and_the_policy_learns_which_way_is_slow(
                 cluster.add(Role.DECODE, on=slow_cable.near),
             )
             answers = await cluster.generate_all(inputs, greedy)
-            assert [answer.ids for answer in answers] == reference.ids(model_dir, inputs, greedy)
+            assert [answer.ids for answer in answers] == lab.reference.ids(model_dir, inputs, greedy)
             assert {answer.route.attempts for answer in answers} == {1}, "slow is not lost"
             await cluster.until(lambda: all(cluster.seen(p).load().link_bytes_per_s for p in (far, near)))
             slow, fast = (cluster.seen(replica).load().link_bytes_per_s for replica in (far, near))

@@ -12,10 +12,9 @@ from frontend.chat.chat_template import ChatTemplate
 from frontend.chat.template_files import find_chat_template
 from frontend.text.tokenizer import Tokenizer
 from tests.core.model.test_tokenizer_formats import write_tekken
-from tests.e2e.conftest import Reference, exact_tree
+from tests.e2e.conftest import Lab, exact_tree
 from tests.engine.mistral_files import write_mistral
 from tests.engine.tiny_models import YARN, random_model, tiny_config
-from tests.support.local_cluster import local_cluster
 from tests.support.plain_http import http_client
 from tests.support.router_service import http_url, router_service
 
@@ -24,7 +23,7 @@ _MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "conte
 
 
 @pytest.mark.timeout(180)
-async def test_chat_with_a_model_in_mistrals_own_format(tmp_path: Path, redis_url: str, reference: Reference) -> None:
+async def test_chat_with_a_model_in_mistrals_own_format(tmp_path: Path, lab: Lab) -> None:
     own, theirs = tmp_path / "own", tmp_path / "transformers"
     ranks = {bytes([i]): i for i in range(256)}
     vocab_size = Tokenizer(write_tekken(own, ranks)).vocab_size
@@ -37,9 +36,9 @@ async def test_chat_with_a_model_in_mistrals_own_format(tmp_path: Path, redis_ur
     template = ChatTemplate(find_chat_template(own), special_tokens=tokenizer.special_tokens)
     prompt = tokenizer.encode(template.render(_MESSAGES), add_special_tokens=False)
     sampling = Sampling(max_tokens=12, temperature=0.0, stop_token_ids=tuple(tokenizer.eos_token_ids))
-    expected = reference.ids(theirs, [prompt], sampling)[0]
+    expected = lab.reference.ids(theirs, [prompt], sampling)[0]
 
-    async with local_cluster(own, redis_url, **exact_tree(1, 1)) as cluster, router_service(cluster) as service:
+    async with lab.own(own, **exact_tree(1, 1)) as cluster, router_service(cluster) as service:
         async with http_client(base_url=http_url(service), timeout=60) as client:
             asked = {"model": "own", "messages": _MESSAGES, "max_tokens": 12, "temperature": 0}
             asked["return_token_ids"] = True

@@ -16,8 +16,8 @@ import pytest
 
 from core.types.request import Role
 from frontend.service import RouterService
-from tests.e2e.conftest import Checkpoint
-from tests.support.local_cluster import LocalCluster, beside, local_cluster
+from tests.e2e.conftest import Lab
+from tests.support.local_cluster import LocalCluster, beside
 from tests.support.plain_http import http_client
 from tests.support.router_service import admin_url, http_url, router_service
 from tests.support.waiting import becomes, told
@@ -43,10 +43,10 @@ _TREE: dict[str, Any] = {
 }
 
 
-async def test_page_shows_events_and_escapes_client_strings(checkpoint: Checkpoint, redis_url: str) -> None:
-    directory = checkpoint("llama", max_position_embeddings=256)
+async def test_page_shows_events_and_escapes_client_strings(lab: Lab) -> None:
+    directory = lab.checkpoint("llama", max_position_embeddings=256)
     async with (
-        local_cluster(directory, redis_url, processes=True, **_TREE) as cluster,
+        lab.own(directory, processes=True, **_TREE) as cluster,
         router_service(cluster) as service,
         beside(_load(service)),
         _page(service) as page,

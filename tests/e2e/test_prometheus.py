@@ -19,8 +19,8 @@ import yaml
 
 from core.process.ports import free_port
 from frontend.service import RouterService
-from tests.e2e.conftest import Checkpoint
-from tests.support.local_cluster import beside, local_cluster
+from tests.e2e.conftest import Lab
+from tests.support.local_cluster import beside
 from tests.support.plain_http import http_client
 from tests.support.router_service import admin_url, http_url, router_service
 from tests.support.waiting import told
@@ -51,10 +51,10 @@ def _tree(tmp_path: Path) -> dict[str, Any]:
     }
 
 
-async def test_no_panel_and_no_alert_is_without_data(checkpoint: Checkpoint, redis_url: str, tmp_path: Path) -> None:
-    directory = checkpoint("llama", max_position_embeddings=256)
+async def test_no_panel_and_no_alert_is_without_data(lab: Lab, tmp_path: Path) -> None:
+    directory = lab.checkpoint("llama", max_position_embeddings=256)
     async with (
-        local_cluster(directory, redis_url, processes=True, **_tree(tmp_path)) as cluster,
+        lab.own(directory, processes=True, **_tree(tmp_path)) as cluster,
         router_service(cluster, "router-1") as first,
         router_service(cluster, "router-2") as second,
         beside(_load([first, second])),

@@ -19,13 +19,12 @@ from core.types.step_timing import StepTiming
 from router.routing.cost_policy import CostPolicy
 from router.routing.policy import CandidateReplica, Option, RoutingRequest
 from router.serving.replicas import Replicas
-from tests.e2e.conftest import Checkpoint, Reference, exact_tree, on_device
+from tests.e2e.conftest import Lab, exact_tree, on_device
 from tests.engine.steps import prompts
 from tests.support.fake_policy import FakePolicy
 from tests.support.grids import quick
-from tests.support.local_cluster import Answer, LocalCluster, local_cluster
+from tests.support.local_cluster import Answer, LocalCluster
 from tests.support.rank_in_process import Fault
-from tests.support.shared_clusters import SharedClusters
 from tests.support.waiting import WITHIN_S, becomes
 
 _GREEDY = Sampling(max_tokens=24, temperature=0.0)
@@ -52,15 +51,13 @@ def _num_fetches(totals: Totals) -> int:
 
 
 @pytest.mark.parametrize("tp", quick([1, 2], [2]))
-async def test_prefix_is_fetched_from_another_prefill_replica(
-    checkpoint: Checkpoint, reference: Reference, shared_cluster: SharedClusters, tp: int
-) -> None:
-    model_dir, prompt, policy = checkpoint("llama"), prompts(70)[0], FakePolicy()
+async def test_prefix_is_fetched_from_another_prefill_replica(lab: Lab, tp: int) -> None:
+    model_dir, prompt, policy = lab.checkpoint("llama"), prompts(70)[0], FakePolicy()
     longer = prompt + prompts(30)[0]
-    async with shared_cluster(model_dir, policy=policy, **exact_tree(2, 2, tp=(tp, 1))) as cluster:
+    async with lab.shared(model_dir, policy=policy, **exact_tree(2, 2, tp=(tp, 1))) as cluster:
         first = await _ask(cluster, policy, prompt, "prefill-0 > decode-2")
         second = await _ask(cluster, policy, longer, "prefill-1 < prefill-0 > decode-3", fetch=64)
-        assert [first.ids, second.ids] == reference.ids(model_dir, [prompt, longer], _GREEDY)
+        assert [first.ids, second.ids] == lab.reference.ids(model_dir, [prompt, longer], _GREEDY)
         assert (second.route.cached_tokens, second.route.fetched_tokens) == (0, 64)
         totals = await _fetches(cluster, 1, num_fetches=1)
         assert (totals.prefix_fetches, totals.fetched_tokens, totals.pull_failures) == (1, 64, 0)
@@ -70,19 +67,15 @@ async def test_prefix_is_fetched_from_another_prefill_replica(
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-async def test_answer_of_one_turn_is_fetched_for_the_next(
-    checkpoint: Checkpoint, reference: Reference, shared_cluster: SharedClusters, device: str
-) -> None:
+async def test_answer_of_one_turn_is_fetched_for_the_next(lab: Lab, device: str) -> None:
     """The prefix moves from a decode replica to a prefill replica, to another decode replica, and back."""
-    model_dir, turn, policy = checkpoint("llama"), prompts(20)[0], FakePolicy()
+    model_dir, turn, policy = lab.checkpoint("llama"), prompts(20)[0], FakePolicy()
     tree, ways = exact_tree(1, 2), ["prefill-0 > decode-1", "prefill-0 < decode-1 > decode-2", "< decode-2 > decode-1"]
-    async with shared_cluster(
-        model_dir, policy=policy, processes=device == "cuda", **on_device(device, tree)
-    ) as cluster:
+    async with lab.shared(model_dir, policy=policy, processes=device == "cuda", **on_device(device, tree)) as cluster:
         fetched = []
         for way in ways:
             answer = await _ask(cluster, policy, turn, way, fetch=len(turn))
-            assert [answer.ids] == reference.ids(model_dir, [turn], _GREEDY, device=device)
+            assert [answer.ids] == lab.reference.ids(model_dir, [turn], _GREEDY, device=device)
             fetched.append((answer.route.cached_tokens, answer.route.fetched_tokens))
             turn = turn + answer.ids + prompts(8)[0]
         # There are 43 positions after the first turn, 75 after the second. The prefill replica had one block, the first
@@ -90,16 +83,14 @@ async def test_answer_of_one_turn_is_fetched_for_the_next(
         assert fetched == [(0, 0), (16, 16), (32, 32)]
 
 
-async def test_source_ships_only_blocks_that_it_still_has(
-    checkpoint: Checkpoint, reference: Reference, shared_cluster: SharedClusters
-) -> None:
-    model_dir, (prompt, other), policy = checkpoint("llama"), prompts(70, 40), FakePolicy()
-    async with shared_cluster(model_dir, policy=policy, **exact_tree(2, 1)) as cluster:
+async def test_source_ships_only_blocks_that_it_still_has(lab: Lab) -> None:
+    model_dir, (prompt, other), policy = lab.checkpoint("llama"), prompts(70, 40), FakePolicy()
+    async with lab.shared(model_dir, policy=policy, **exact_tree(2, 1)) as cluster:
         await _ask(cluster, policy, prompt[:40], "prefill-0 > decode-2")
         some = await _ask(cluster, policy, prompt, "prefill-1 < prefill-0 > decode-2", fetch=64)
         none = await _ask(cluster, policy, other, "prefill-1 < prefill-0 > decode-2", fetch=32)
         gone = await _ask(cluster, policy, other[1:], "prefill-1 < prefill-9 > decode-2", fetch=32)
-        assert [some.ids, none.ids, gone.ids] == reference.ids(model_dir, [prompt, other, other[1:]], _GREEDY)
+        assert [some.ids, none.ids, gone.ids] == lab.reference.ids(model_dir, [prompt, other, other[1:]], _GREEDY)
         assert [answer.route.fetched_tokens for answer in (some, none, gone)] == [32, 0, 0]
         totals = await _fetches(cluster, 1, num_fetches=2)
         assert (totals.prefix_fetches, totals.pull_failures) == (1, 1)
@@ -121,13 +112,11 @@ _CASES = quick(
 
 
 @pytest.mark.parametrize(("event", "number"), _CASES)
-async def test_the_holder_dies_in_a_pull(
-    checkpoint: Checkpoint, reference: Reference, redis_url: str, event: str, number: signal.Signals
-) -> None:
+async def test_the_holder_dies_in_a_pull(lab: Lab, event: str, number: signal.Signals) -> None:
     """The source's own request is over, so it ships to no one else. The fetching replica serves others meanwhile."""
-    model_dir, (prompt, other), policy = checkpoint("llama"), prompts(70, 40), FakePolicy()
+    model_dir, (prompt, other), policy = lab.checkpoint("llama"), prompts(70, 40), FakePolicy()
     fault = replace(_HOLDER_EVENTS[event], number=number)
-    async with local_cluster(model_dir, redis_url, processes=True, policy=policy, **exact_tree(1, 1)) as cluster:
+    async with lab.own(model_dir, processes=True, policy=policy, **exact_tree(1, 1)) as cluster:
         prefix_source = await cluster.add(Role.DECODE, fault)
         prefill, decode = (cluster.pools[role][0].id for role in (Role.PREFILL, Role.DECODE))
         first = await _ask(cluster, policy, prompt, f"> {prefix_source.id}")
@@ -137,30 +126,30 @@ async def test_the_holder_dies_in_a_pull(
             )
             beside = await _ask(cluster, policy, other, f"{prefill} > {decode}")
             answer = await pulling
-        assert [answer.ids, beside.ids] == reference.ids(model_dir, [prompt + first.ids[:9], other], _GREEDY)
+        assert [answer.ids, beside.ids] == lab.reference.ids(model_dir, [prompt + first.ids[:9], other], _GREEDY)
         assert prefix_source.has_been_hit, "the fault never happened"
         assert answer.route.attempts == 1
         if number is signal.SIGSTOP:
             prefix_source.send(signal.SIGCONT)
 
 
-async def test_the_puller_dies_in_a_pull(checkpoint: Checkpoint, reference: Reference, redis_url: str) -> None:
-    model_dir, prompt, policy = checkpoint("llama"), prompts(70)[0], FakePolicy()
-    async with local_cluster(model_dir, redis_url, processes=True, policy=policy, **exact_tree(1, 1)) as cluster:
+async def test_the_puller_dies_in_a_pull(lab: Lab) -> None:
+    model_dir, prompt, policy = lab.checkpoint("llama"), prompts(70)[0], FakePolicy()
+    async with lab.own(model_dir, processes=True, policy=policy, **exact_tree(1, 1)) as cluster:
         prefill, decode = (cluster.pools[role][0].id for role in (Role.PREFILL, Role.DECODE))
         doomed = await cluster.add(Role.PREFILL, Fault(FailpointStage.LANDED))
         await _ask(cluster, policy, prompt, f"{prefill} > {decode}")
         ways = f"{doomed.id} < {prefill} > {decode}", f"{prefill} > {decode}"
         async with asyncio.timeout(WITHIN_S):
             answer = await _ask(cluster, policy, prompt, *ways, fetch=64)
-        assert [answer.ids] == reference.ids(model_dir, [prompt], _GREEDY)
+        assert [answer.ids] == lab.reference.ids(model_dir, [prompt], _GREEDY)
         assert doomed.has_been_hit and answer.route.prefill_replica == prefill
 
 
-async def test_cancelled_fetch_frees_everything(checkpoint: Checkpoint, redis_url: str) -> None:
+async def test_cancelled_fetch_frees_everything(lab: Lab) -> None:
     prompt, policy = prompts(70)[0], FakePolicy()
     tree = exact_tree(1, 1) | {"timeouts": {"transfer_s": 60.0}}  # no deadline ends the fetch within the test
-    async with local_cluster(checkpoint("llama"), redis_url, processes=True, policy=policy, **tree) as cluster:
+    async with lab.own(lab.checkpoint("llama"), processes=True, policy=policy, **tree) as cluster:
         prefix_source = await cluster.add(Role.DECODE)
         prefill, decode = (cluster.pools[role][0].id for role in (Role.PREFILL, Role.DECODE))
         await _ask(cluster, policy, prompt, f"> {prefix_source.id}")
@@ -200,20 +189,18 @@ async def _known(cluster: LocalCluster, tokens: list[int], num_tokens: int) -> N
     await becomes(lambda: max(cluster.replicas.index.match(hashes).values(), default=0) * 16 >= num_tokens)
 
 
-async def test_each_chat_turn_computes_only_new_tokens(
-    checkpoint: Checkpoint, reference: Reference, redis_url: str
-) -> None:
+async def test_each_chat_turn_computes_only_new_tokens(lab: Lab) -> None:
     """The real policy and index choose the sources. Redis is emptied before the last turn."""
-    model_dir, turn, num_known = checkpoint("llama", max_position_embeddings=512), prompts(52)[0], 0
+    model_dir, turn, num_known = lab.checkpoint("llama", max_position_embeddings=512), prompts(52)[0], 0
     rates = SteadyRates()
-    async with local_cluster(model_dir, redis_url, policy=rates, **exact_tree(2, 2)) as cluster:
+    async with lab.own(model_dir, policy=rates, **exact_tree(2, 2)) as cluster:
         rates.replicas = cluster.replicas
         for number in range(4):
             await _known(cluster, turn, num_known)
             if number == 3:
-                redis.Redis.from_url(redis_url).flushdb()
+                redis.Redis.from_url(lab.redis_url).flushdb()
             answer = await cluster.generate(turn, _GREEDY)
-            assert [answer.ids] == reference.ids(model_dir, [turn], _GREEDY)
+            assert [answer.ids] == lab.reference.ids(model_dir, [turn], _GREEDY)
             if number < 3:
                 assert answer.route.cached_tokens + answer.route.fetched_tokens == num_known
                 assert answer.route.fetched_tokens >= 16 * (number > 0), "the answer comes from who gave it"
@@ -221,18 +208,16 @@ async def test_each_chat_turn_computes_only_new_tokens(
             turn = turn + answer.ids + prompts(21)[0]
 
 
-async def test_a_hot_prefix_is_copied_before_it_queues(
-    checkpoint: Checkpoint, reference: Reference, redis_url: str
-) -> None:
-    model_dir, prefix = checkpoint("llama", max_position_embeddings=512), prompts(320)[0]
+async def test_a_hot_prefix_is_copied_before_it_queues(lab: Lab) -> None:
+    model_dir, prefix = lab.checkpoint("llama", max_position_embeddings=512), prompts(320)[0]
     inputs = [prefix + prompts(100 + i)[0][::-1] for i in range(8)]
     rates = SteadyRates()
-    async with local_cluster(model_dir, redis_url, policy=rates, **exact_tree(2, 1)) as cluster:
+    async with lab.own(model_dir, policy=rates, **exact_tree(2, 1)) as cluster:
         rates.replicas = cluster.replicas
         first = await cluster.generate(prefix, _GREEDY)
         await _known(cluster, prefix, 320)
         answers = await cluster.generate_all(inputs, _GREEDY)
-        assert [answer.ids for answer in answers] == reference.ids(model_dir, inputs, _GREEDY)
+        assert [answer.ids for answer in answers] == lab.reference.ids(model_dir, inputs, _GREEDY)
         ids = [replica.id for replica in cluster.pools[Role.PREFILL]]
         assert {answer.route.prefill_replica for answer in answers} == set(ids)
         # A sibling that overtakes the fetching one may compute the prefix itself, so that nothing is left to fetch.

@@ -19,7 +19,7 @@ from core.index.redis_server import RedisAddress, RedisServer
 from core.process.ports import free_port
 from core.types.prefix_hash import block_hashes, root_hash
 from core.types.request import Role, Sampling
-from tests.e2e.conftest import Checkpoint
+from tests.e2e.conftest import Lab
 from tests.engine.steps import prompts
 from tests.support.grids import quick
 from tests.support.local_cluster import LocalCluster, local_cluster, second_router
@@ -85,8 +85,8 @@ async def _know_the_prompt(cluster: LocalCluster) -> dict[str, int]:
     return _prefix_sources(cluster)
 
 
-async def test_it_dies_and_comes_back_empty(checkpoint: Checkpoint, own_redis: _Redis) -> None:
-    async with local_cluster(checkpoint("llama"), own_redis.url, **_TREE) as cluster:
+async def test_it_dies_and_comes_back_empty(lab: Lab, own_redis: _Redis) -> None:
+    async with local_cluster(lab.checkpoint("llama"), own_redis.url, **_TREE) as cluster:
         before = {replica.id: replica for replica in cluster.replicas}
         prefix_sources = await _know_the_prompt(cluster)
         own_redis.kill()
@@ -107,8 +107,8 @@ async def test_it_dies_and_comes_back_empty(checkpoint: Checkpoint, own_redis: _
         assert newcomer.id in {replica.id for replica in cluster.replicas}
 
 
-async def test_it_stands_still(checkpoint: Checkpoint, own_redis: _Redis) -> None:
-    async with local_cluster(checkpoint("llama"), own_redis.url, **_TREE) as cluster:
+async def test_it_stands_still(lab: Lab, own_redis: _Redis) -> None:
+    async with local_cluster(lab.checkpoint("llama"), own_redis.url, **_TREE) as cluster:
         before = {replica.id: replica for replica in cluster.replicas}
         prefix_sources = await _know_the_prompt(cluster)
         own_redis.send(signal.SIGSTOP)
@@ -123,12 +123,12 @@ async def test_it_stands_still(checkpoint: Checkpoint, own_redis: _Redis) -> Non
         assert {id: replica for id, replica in before.items() if cluster.replicas.get(id) is replica} == before
 
 
-async def test_it_fails_over(checkpoint: Checkpoint, tmp_path: Path) -> None:
+async def test_it_fails_over(lab: Lab, tmp_path: Path) -> None:
     """The primary becomes a replica without closing connections, and its name leads to the promoted one."""
     with redis_at("127.0.0.1", tmp_path) as old, redis_at("127.0.0.1", tmp_path) as new:
         ports = [urlsplit(url).port or 0 for url in (old, new)]
         async with Relay.to(ports[0]) as (relay, url):
-            async with local_cluster(checkpoint("llama"), url, is_alone=False, **_TREE) as cluster:
+            async with local_cluster(lab.checkpoint("llama"), url, is_alone=False, **_TREE) as cluster:
                 prefix_sources = await _know_the_prompt(cluster)
                 before = {replica.id: replica for replica in cluster.replicas}
                 with redis.Redis.from_url(old) as client:
@@ -142,10 +142,8 @@ async def test_it_fails_over(checkpoint: Checkpoint, tmp_path: Path) -> None:
                 assert {one.id: one for one in cluster.replicas if one.id in before} == before
 
 
-async def test_a_replica_that_dies_meanwhile_is_forgotten_when_it_is_back(
-    checkpoint: Checkpoint, own_redis: _Redis
-) -> None:
-    async with local_cluster(checkpoint("llama"), own_redis.url, processes=True, **_TREE) as cluster:
+async def test_a_replica_that_dies_meanwhile_is_forgotten_when_it_is_back(lab: Lab, own_redis: _Redis) -> None:
+    async with local_cluster(lab.checkpoint("llama"), own_redis.url, processes=True, **_TREE) as cluster:
         doomed = cluster.pools[Role.DECODE][0]
         own_redis.kill()
         doomed.send(signal.SIGKILL)
@@ -157,11 +155,14 @@ async def test_a_replica_that_dies_meanwhile_is_forgotten_when_it_is_back(
 
 @pytest.mark.parametrize("fault", quick(["full", "wrong types", "slow", "away"], ["away", "wrong types"]))
 async def test_a_router_that_starts_while_redis_refuses_asks_the_controller(
-    checkpoint: Checkpoint, tmp_path: Path, fault: str
+    lab: Lab, tmp_path: Path, fault: str
 ) -> None:
     with redis_at("127.0.0.1", tmp_path) as url:
         port = urlsplit(url).port or 0
-        async with Relay.to(port) as (relay, index_url), local_cluster(checkpoint("llama"), url, **_TREE) as cluster:
+        async with (
+            Relay.to(port) as (relay, index_url),
+            local_cluster(lab.checkpoint("llama"), url, **_TREE) as cluster,
+        ):
             with redis.Redis.from_url(url) as client:
                 match fault:
                     case "full":

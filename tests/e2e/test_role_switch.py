@@ -18,12 +18,12 @@ from core.wire.channel import open_channel
 from engine.runner.runner import ModelRunner
 from router.routing.plain_policies import RoundRobin
 from router.routing.policy import Option
-from tests.e2e.conftest import Checkpoint, Reference, exact_tree, on_device
+from tests.e2e.conftest import Lab, exact_tree, on_device
 from tests.engine.steps import prompts
 from tests.support.fake_policy import FakePolicy
 from tests.support.grids import quick
 from tests.support.identities import rank
-from tests.support.local_cluster import Answer, LocalCluster, local_cluster
+from tests.support.local_cluster import Answer, LocalCluster
 from tests.support.rank_in_process import shared_ceiling
 from tests.support.waiting import WITHIN_S, becomes
 
@@ -34,15 +34,13 @@ _SAMPLED = Sampling(max_tokens=40, temperature=1.0, top_p=0.9, seed=7)
 @pytest.mark.parametrize(
     ("tp", "device"), [*quick([(1, "cpu"), (2, "cpu")], [(1, "cpu")]), pytest.param(1, "cuda", marks=pytest.mark.gpu)]
 )
-async def test_streams_continue_while_replicas_switch_roles_both_ways(
-    checkpoint: Checkpoint, reference: Reference, redis_url: str, tp: int, device: str
-) -> None:
-    model_dir, inputs = checkpoint("llama"), prompts(*range(33, 49))
+async def test_streams_continue_while_replicas_switch_roles_both_ways(lab: Lab, tp: int, device: str) -> None:
+    model_dir, inputs = lab.checkpoint("llama"), prompts(*range(33, 49))
     samplings = [_GREEDY, _SAMPLED] * 8
-    expected = reference.ids(model_dir, inputs, samplings, device=device)
+    expected = lab.reference.ids(model_dir, inputs, samplings, device=device)
     running_on, tree = shared_ceiling(20), on_device(device, exact_tree(0, 0, tp=(tp, tp)))
     tree["decode"] |= {"max_running": 16}
-    async with local_cluster(model_dir, redis_url, processes=True, policy=RoundRobin(), **tree) as cluster:
+    async with lab.own(model_dir, processes=True, policy=RoundRobin(), **tree) as cluster:
         roles = [Role.PREFILL] * 2 + [Role.DECODE] * 2
         prefill, _, decode, _ = await asyncio.gather(*(cluster.add(role, ceiling=running_on) for role in roles))
         running: list[asyncio.Task[Answer]] = []
@@ -69,13 +67,11 @@ async def test_streams_continue_while_replicas_switch_roles_both_ways(
         assert to_decode.id in {answer.route.decode_replica for answer in answers}
 
 
-async def test_cached_blocks_are_indexed_under_the_new_name_only(
-    checkpoint: Checkpoint, redis_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_cached_blocks_are_indexed_under_the_new_name_only(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     rest_calls: list[int | None] = []
     monkeypatch.setattr(ModelRunner, "rest", lambda self, num_first: rest_calls.append(num_first))
     [prompt], policy = prompts(65), FakePolicy(Option(prefill="prefill-0", decode="decode-3"))
-    async with local_cluster(checkpoint("llama"), redis_url, policy=policy, **exact_tree(2, 2)) as cluster:
+    async with lab.own(lab.checkpoint("llama"), policy=policy, **exact_tree(2, 2)) as cluster:
         first = await cluster.generate(prompt, _GREEDY, id="first")
         [_, held] = cluster.pools[Role.DECODE]
         hashes = block_hashes(root_hash(cluster.model), prompt, block_size=16)

@@ -14,21 +14,18 @@ from core.trace.traffic import ShownDecision, TrafficAnswer, TrafficReport
 from core.types.timeline import RequestPhase, critical_path, spans_of
 from frontend.service import RouterService
 from router.telemetry import traffic
-from tests.e2e.conftest import Checkpoint, exact_tree
+from tests.e2e.conftest import Lab, exact_tree
 from tests.support.plain_http import http_client
 from tests.support.router_service import admin_url, http_url, router_service
-from tests.support.shared_clusters import SharedClusters
 from tests.support.waiting import told
 
 
-async def test_operators_see_requests_replicas_and_routers(
-    checkpoint: Checkpoint, shared_cluster: SharedClusters, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_operators_see_requests_replicas_and_routers(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traffic, "_REPORT_S", 0.05)
     monkeypatch.setattr(router_addresses, "_RENEW_S", 0.05)
     model = {"served_name": "tiny"}
     async with (
-        shared_cluster(checkpoint("llama", max_position_embeddings=256), **exact_tree(1, 1)) as cluster,
+        lab.shared(lab.checkpoint("llama", max_position_embeddings=256), **exact_tree(1, 1)) as cluster,
         router_service(cluster, "router-1", model=model) as first,
         router_service(cluster, "router-2", model=model) as second,
     ):

@@ -16,10 +16,10 @@ from core.rpc import inference_pb2 as pb
 from core.rpc import inference_pb2_grpc as rpc
 from core.types.request import Sampling
 from frontend.attached_deployments import AttachedDeployment, AttachedIdentity
-from tests.e2e.conftest import Checkpoint, Reference, exact_tree
+from tests.e2e.conftest import Lab, exact_tree
 from tests.engine.steps import prompts
 from tests.support.identities import router
-from tests.support.local_cluster import LocalCluster, local_cluster
+from tests.support.local_cluster import LocalCluster
 from tests.support.router_service import http_url, router_service
 from tests.support.sdk_clients import openai_client
 from tests.support.waiting import becomes, told
@@ -36,23 +36,21 @@ def tree_of(model: str, *, name: str = "cluster", **router: Any) -> dict[str, An
 
 
 @pytest.mark.timeout(180)
-async def test_second_model_joins_serves_fails_and_leaves_while_the_first_streams(
-    checkpoint: Checkpoint, reference: Reference, redis_url: str
-) -> None:
-    dirs = {"first": checkpoint("llama"), "second": checkpoint("qwen3")}
-    expected = {name: reference.ids(model_dir, _ASKED, _GREEDY) for name, model_dir in dirs.items()}
+async def test_second_model_joins_serves_fails_and_leaves_while_the_first_streams(lab: Lab) -> None:
+    dirs = {"first": lab.checkpoint("llama"), "second": lab.checkpoint("qwen3")}
+    expected = {name: lab.reference.ids(model_dir, _ASKED, _GREEDY) for name, model_dir in dirs.items()}
     assert expected["first"] != expected["second"]
     attached_deployments = list[AttachedDeployment]()
 
     async def find_attached() -> list[AttachedDeployment]:
         return [*attached_deployments]
 
-    async with local_cluster(dirs["first"], redis_url, **tree_of("first")) as cluster:
+    async with lab.own(dirs["first"], **tree_of("first")) as cluster:
         async with router_service(cluster, find_attached=find_attached) as service:
             async with openai_client(base_url=f"{http_url(service)}/v1", api_key="none") as client:
                 async with streams(client, expected["first"][1]):
                     beside = tree_of("second", name="beside", endpoints="cluster")
-                    async with local_cluster(dirs["second"], redis_url, is_alone=False, **beside) as second:
+                    async with lab.own(dirs["second"], is_alone=False, **beside) as second:
                         attached_deployments.append(attached(second))
                         await becomes(lambda: service.models == ["first", "second"])
                         assert [model.id async for model in client.models.list()] == ["first", "second"]

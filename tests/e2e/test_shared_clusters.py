@@ -10,7 +10,7 @@ import pytest
 
 from core.types.request import Sampling
 from engine.kv.block_manager import BlockManager
-from tests.e2e.conftest import Checkpoint, exact_tree
+from tests.e2e.conftest import Lab, exact_tree
 from tests.engine.steps import prompts
 from tests.support.redis_at import redis_at
 from tests.support.shared_clusters import SharedClusters
@@ -28,9 +28,14 @@ def clusters(tmp_path: Path) -> Iterator[SharedClusters]:
 
 @pytest.mark.parametrize("fault", ["a lost block", "a running request", "unlike tables"])
 async def test_a_cluster_that_is_not_whole_is_thrown_away(
-    checkpoint: Checkpoint, clusters: SharedClusters, monkeypatch: pytest.MonkeyPatch, fault: str
+    lab: Lab, clusters: SharedClusters, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    model_dir, [prompt], free, left = checkpoint("llama"), prompts(40), BlockManager.free, set[asyncio.Task[object]]()
+    model_dir, [prompt], free, left = (
+        lab.checkpoint("llama"),
+        prompts(40),
+        BlockManager.free,
+        set[asyncio.Task[object]](),
+    )
     with pytest.raises(AssertionError):
         async with clusters(model_dir, **exact_tree(1, 1)) as cluster:
             match fault:
@@ -58,8 +63,8 @@ def _disagree(blocks: BlockManager) -> None:
     raise AssertionError("hash tables disagree")
 
 
-async def test_the_least_recently_used_one_ends(checkpoint: Checkpoint, clusters: SharedClusters) -> None:
-    model_dir, used = checkpoint("llama"), []
+async def test_the_least_recently_used_one_ends(lab: Lab, clusters: SharedClusters) -> None:
+    model_dir, used = lab.checkpoint("llama"), []
     for num_rows in (1, 2, 3, 1, 4, 1, 2):
         tree = exact_tree(0, 1)
         tree["decode"] |= {"max_running": num_rows}

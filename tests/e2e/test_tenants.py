@@ -17,7 +17,7 @@ from core.index.redis_client import connect_redis
 from core.rpc import inference_pb2 as pb
 from core.rpc import inference_pb2_grpc as rpc
 from core.types.request import Role
-from tests.e2e.conftest import Checkpoint, exact_tree
+from tests.e2e.conftest import Checkpoint, Lab, exact_tree
 from tests.frontend.access.keys import IssuedKey, book_of, issue
 from tests.support.local_cluster import LocalReplica
 from tests.support.router_service import http_url, router_service
@@ -83,11 +83,9 @@ async def router_with(
 
 
 @pytest.mark.timeout(180)
-async def test_cached_prefixes_are_not_shared_across_tenants(
-    checkpoint: Checkpoint, shared_cluster: SharedClusters
-) -> None:
+async def test_cached_prefixes_are_not_shared_across_tenants(lab: Lab) -> None:
     one, its_twin, other = issue("one", tenant="team"), issue("twin", tenant="team"), issue("other")
-    async with router_with(checkpoint, shared_cluster, one, its_twin, other) as asked:
+    async with router_with(lab.checkpoint, lab.shared, one, its_twin, other) as asked:
         assert await asked.over_http(one) == 0
         assert await asked.over_http(one) > 0, "it finds its own"
         assert await asked.over_grpc(its_twin) > 0, "so does another key of its tenant, at the other door"
@@ -101,10 +99,10 @@ async def test_cached_prefixes_are_not_shared_across_tenants(
 
 
 @pytest.mark.timeout(180)
-async def test_saturating_tenant_does_not_delay_others(checkpoint: Checkpoint, shared_cluster: SharedClusters) -> None:
+async def test_saturating_tenant_does_not_delay_others(lab: Lab) -> None:
     greedy, modest = issue("greedy"), issue("modest")
     more = {"decode": {"max_running": 4}, "timeouts": {"queue_s": 120}}
-    async with router_with(checkpoint, shared_cluster, greedy, modest, max_context=4096, **more) as asked:
+    async with router_with(lab.checkpoint, lab.shared, greedy, modest, max_context=4096, **more) as asked:
         with pytest.raises(BadRequestError, match="at most 3 choices of one tenant") as rejected:
             await asked.text(greedy, n=4, num_tokens=2)
         assert rejected.value.param == "n"

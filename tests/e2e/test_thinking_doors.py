@@ -14,10 +14,9 @@ from openai import AsyncOpenAI
 
 from core.rpc import inference_pb2 as pb
 from core.rpc import inference_pb2_grpc as rpc
-from tests.e2e.conftest import exact_tree
+from tests.e2e.conftest import Lab, exact_tree
 from tests.support.router_service import http_url, router_service
 from tests.support.sdk_clients import anthropic_client, openai_client
-from tests.support.shared_clusters import SharedClusters
 
 _TEMPLATE = "{{ messages[0]['content'] }}<think>{# </think> #}"
 _NUM_MARKER = len("</think>")  # one token per character
@@ -28,14 +27,12 @@ _ASKED: dict[str, Any] = {"model": "letters", "messages": _USER, "seed": 5, "max
 
 
 @pytest.mark.timeout(300)
-async def test_thinking_budget_of_each_client_is_applied(
-    letters_dir: Path, shared_cluster: SharedClusters, tmp_path: Path
-) -> None:
+async def test_thinking_budget_of_each_client_is_applied(letters_dir: Path, lab: Lab, tmp_path: Path) -> None:
     template = tmp_path / "thinking.jinja"
     template.write_text(_TEMPLATE)
     model = {"served_name": "letters", "chat_template": str(template)}
     async with (
-        shared_cluster(letters_dir, **exact_tree(1, 1)) as cluster,
+        lab.shared(letters_dir, **exact_tree(1, 1)) as cluster,
         router_service(cluster, model=model) as service,
     ):
         url = http_url(service)

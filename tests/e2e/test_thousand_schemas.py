@@ -27,7 +27,7 @@ from core.types.failpoint import FailpointStage
 from core.types.request import FinishReason, Role, Sampling
 from engine.cpu.library import open_kernels
 from frontend.text.tokenizer import Tokenizer
-from tests.e2e.conftest import exact_tree
+from tests.e2e.conftest import Lab, exact_tree
 from tests.support.generated_schemas import Schema, schemas
 from tests.support.local_cluster import Answer, LocalCluster, LocalReplica, local_cluster
 from tests.support.public_schemas import public_schemas
@@ -66,35 +66,35 @@ class _Request:
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-async def test_answers_to_some_schemas_are_instances(smollm2_dir: Path, redis_url: str) -> None:
+async def test_answers_to_some_schemas_are_instances(smollm2_dir: Path, lab: Lab) -> None:
     requests = _make_requests(Tokenizer(smollm2_dir), schemas(20))
-    here = await _answers(smollm2_dir, redis_url, requests, 0, 1)
+    here = await _answers(smollm2_dir, lab.redis_url, requests, 0, 1)
     _check(smollm2_dir, requests, here)
-    assert _ids(await _answers(smollm2_dir, redis_url, requests, 1, 1, kills=True)) == _ids(here)
+    assert _ids(await _answers(smollm2_dir, lab.redis_url, requests, 1, 1, kills=True)) == _ids(here)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1700)
-async def test_answers_to_a_thousand(smollm2_dir: Path, redis_url: str) -> None:
+async def test_answers_to_a_thousand(smollm2_dir: Path, lab: Lab) -> None:
     requests = _make_requests(Tokenizer(smollm2_dir), schemas(1000))
-    pair = await _answers(smollm2_dir, redis_url, requests, 1, 1)
+    pair = await _answers(smollm2_dir, lab.redis_url, requests, 1, 1)
     print("ended:", dict(_check(smollm2_dir, requests, pair)))
-    assert _ids(await _answers(smollm2_dir, redis_url, requests, 0, 1)) == _ids(pair)
-    assert _ids(await _answers(smollm2_dir, redis_url, requests, 2, 2, kills=True)) == _ids(pair)
+    assert _ids(await _answers(smollm2_dir, lab.redis_url, requests, 0, 1)) == _ids(pair)
+    assert _ids(await _answers(smollm2_dir, lab.redis_url, requests, 2, 2, kills=True)) == _ids(pair)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-async def test_answers_to_public_schemas(smollm2_dir: Path, redis_url: str) -> None:
+async def test_answers_to_public_schemas(smollm2_dir: Path, lab: Lab) -> None:
     tokenizer = Tokenizer(smollm2_dir)
     taken, rejected = public_schemas(GrammarCompiler(smollm2_dir, vocab_size=tokenizer.vocab_size))
     print(f"{len(taken)} schemas are taken, {sum(rejected.values())} are refused:")
     print(*(f"{count:4d} {why}" for why, count in sorted(rejected.items(), key=lambda of: -of[1])), sep="\n")
     assert len(taken) > 200
     requests = _make_requests(tokenizer, taken)
-    pair = await _answers(smollm2_dir, redis_url, requests, 1, 1)
+    pair = await _answers(smollm2_dir, lab.redis_url, requests, 1, 1)
     print("ended:", dict(_check(smollm2_dir, requests, pair)))
-    assert _ids(await _answers(smollm2_dir, redis_url, requests, 0, 1)) == _ids(pair)
+    assert _ids(await _answers(smollm2_dir, lab.redis_url, requests, 0, 1)) == _ids(pair)
 
 
 def _make_requests(tokenizer: Tokenizer, drawn: list[Schema]) -> list[_Request]:

@@ -23,16 +23,15 @@ from engine.config import EngineConfig
 from engine.runner.runner import ModelRunner
 from engine.sampling.params import SamplingRow
 from engine.timing.pace import Pace
-from tests.e2e.conftest import Checkpoint, Reference, exact_tree, gib_of_blocks
+from tests.e2e.conftest import Checkpoint, Lab, Reference, exact_tree, gib_of_blocks
 from tests.engine.asked import Asked, answers
 from tests.engine.spec_decode.draft_models.smaller_model import first_layers
 from tests.engine.steps import VOCAB_SIZE, prompts
 from tests.support.ceiling import Ceiling
 from tests.support.character_tokenizer import CHARACTERS, END
 from tests.support.grids import quick
-from tests.support.local_cluster import Answer, LocalCluster, local_cluster, moved
+from tests.support.local_cluster import Answer, LocalCluster, moved
 from tests.support.rank_in_process import Fault
-from tests.support.shared_clusters import SharedClusters
 from tests.support.waiting import WITHIN_S
 
 _SAMPLED = Sampling(max_tokens=40, temperature=1.0, seed=3)
@@ -157,13 +156,11 @@ def drafts_always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("tp", quick([1, 2], [1]))
-async def test_forced_tokens_on_one_pair(
-    features: Callable[[str], Feature], shared_cluster: SharedClusters, tp: int
-) -> None:
+async def test_forced_tokens_on_one_pair(features: Callable[[str], Feature], lab: Lab, tp: int) -> None:
     feature = features("forced")
     tree = feature.tree(1, 1, tp=(1, tp))
     tree["decode"] |= {"max_running": 16, "max_batch_tokens": 20}
-    async with shared_cluster(feature.model_dir, processes=tp > 1, **tree) as cluster:
+    async with lab.shared(feature.model_dir, processes=tp > 1, **tree) as cluster:
         await feature.check(cluster)
         await cluster.until(lambda: cluster.totals(Role.DECODE).forced_tokens >= 150)
         first = feature.requests[0]
@@ -173,9 +170,9 @@ async def test_forced_tokens_on_one_pair(
         assert one.ids == feature.expected[0][:1] and not one.route.decode_replica
 
 
-async def test_thinking_on_one_pair(features: Callable[[str], Feature], shared_cluster: SharedClusters) -> None:
+async def test_thinking_on_one_pair(features: Callable[[str], Feature], lab: Lab) -> None:
     feature = features("thinking")
-    async with shared_cluster(feature.model_dir, **feature.tree(1, 1)) as cluster:
+    async with lab.shared(feature.model_dir, **feature.tree(1, 1)) as cluster:
         await feature.check(cluster)
         # Per choice, at least the marker's tokens after its first are forced.
         await cluster.until(lambda: cluster.totals(Role.DECODE).forced_tokens >= 7 * 2 * 4)
@@ -187,10 +184,10 @@ async def test_thinking_on_one_pair(features: Callable[[str], Feature], shared_c
 
 @pytest.mark.usefixtures("drafts_always")
 @pytest.mark.parametrize("method", quick(["ngram", "suffix", "draft", "self", "auto"], ["suffix", "auto"]))
-async def test_drafts_on_one_pair(features: Callable[[str], Feature], redis_url: str, method: str) -> None:
+async def test_drafts_on_one_pair(features: Callable[[str], Feature], lab: Lab, method: str) -> None:
     """The second time, drafts also use the answers that the replica has finished."""
     feature, drafts = features(method), DraftTally()
-    async with local_cluster(feature.model_dir, redis_url, **feature.tree(1, 1)) as cluster:
+    async with lab.own(feature.model_dir, **feature.tree(1, 1)) as cluster:
         seen = cluster.seen(cluster.pools[Role.DECODE][0])
 
         def num_accepted() -> int:
@@ -210,10 +207,10 @@ async def test_drafts_on_one_pair(features: Callable[[str], Feature], redis_url:
         assert accepted[1] > (2 * accepted[0] + 100 if method == "suffix" else 100 if method == "auto" else 10)
 
 
-async def test_two_ranks_of_which_one_follows(features: Callable[[str], Feature], redis_url: str) -> None:
+async def test_two_ranks_of_which_one_follows(features: Callable[[str], Feature], lab: Lab) -> None:
     """The follower does not load the draft model of rank 0."""
     feature = features("draft")
-    async with local_cluster(feature.model_dir, redis_url, processes=True, **feature.tree(1, 1, tp=(1, 2))) as cluster:
+    async with lab.own(feature.model_dir, processes=True, **feature.tree(1, 1, tp=(1, 2))) as cluster:
         for _ in range(3):
             await feature.check(cluster)
 
@@ -224,9 +221,9 @@ async def test_two_ranks_of_which_one_follows(features: Callable[[str], Feature]
         [("forced", 4), ("thinking", 9), ("draft", 30), ("suffix", 30)], [("forced", 4), ("thinking", 9), ("draft", 30)]
     ),
 )
-async def test_killed_replica(features: Callable[[str], Feature], redis_url: str, name: str, nth: int) -> None:
+async def test_killed_replica(features: Callable[[str], Feature], lab: Lab, name: str, nth: int) -> None:
     feature = features(name)
-    async with local_cluster(feature.model_dir, redis_url, processes=True, **feature.tree(2, 0)) as cluster:
+    async with lab.own(feature.model_dir, processes=True, **feature.tree(2, 0)) as cluster:
         doomed = await cluster.add(Role.DECODE, Fault(FailpointStage.COMPUTING, nth=nth))
         await cluster.add(Role.DECODE)
         for _ in range(3):
@@ -236,12 +233,12 @@ async def test_killed_replica(features: Callable[[str], Feature], redis_url: str
 
 @pytest.mark.usefixtures("drafts_always")
 @pytest.mark.parametrize("name", ["forced", "thinking", "suffix"])
-async def test_preemption(features: Callable[[str], Feature], shared_cluster: SharedClusters, name: str) -> None:
+async def test_preemption(features: Callable[[str], Feature], lab: Lab, name: str) -> None:
     """The pool has 20 blocks, and the router expects answers of one token."""
     feature = features(name)
     tree = feature.tree(1, 1)
     tree["decode"] |= {"kv_memory_gib": gib_of_blocks(20)}
-    async with shared_cluster(feature.model_dir, **tree) as cluster:
+    async with lab.shared(feature.model_dir, **tree) as cluster:
         for _ in range(2):
             cluster.core.reservations.finished([1] * 200)
             await feature.check(cluster)
@@ -264,7 +261,7 @@ _SLOW_MOVES = [("forced", 0, 3), ("forced", 0, 21), ("suffix", 0, 3), ("suffix",
 )
 async def test_migrating_choice(
     features: Callable[[str], Feature],
-    redis_url: str,
+    lab: Lab,
     monkeypatch: pytest.MonkeyPatch,
     name: str,
     number: int,
@@ -272,7 +269,7 @@ async def test_migrating_choice(
 ) -> None:
     feature = features(name)
     monkeypatch.setattr("engine.scheduler.jump_forward.MAX_KNOWN", 2 if name == "thinking" else 4)
-    async with local_cluster(feature.model_dir, redis_url, **feature.tree(1, 1)) as cluster:
+    async with lab.own(feature.model_dir, **feature.tree(1, 1)) as cluster:
         if feature.sections:  # there are answers to draft from
             await feature.check(cluster)
         ceiling = Ceiling(num_tokens)
@@ -281,18 +278,18 @@ async def test_migrating_choice(
         assert answer.ids == feature.expected[2 * number]
 
 
-async def test_grammar_starts_after_the_marker(letters_dir: Path, shared_cluster: SharedClusters) -> None:
+async def test_grammar_starts_after_the_marker(letters_dir: Path, lab: Lab) -> None:
     text = 'start: thinking answer\nthinking[suffix="</think>"]: /(?s:.*)/\nanswer: "yes, indeed"'
     grammar = Grammar(kind=GrammarKind.LARK, text=text)
     sampling = replace(_SAMPLED, stop_token_ids=(END,))
-    async with shared_cluster(letters_dir, **exact_tree(1, 1)) as cluster:
+    async with lab.shared(letters_dir, **exact_tree(1, 1)) as cluster:
         answer = await cluster.generate(_PROMPTS[0], sampling, n=2, grammar=grammar, thinking=_budget(6))
         for tokens in answer.tokens.values():
             said = "".join(CHARACTERS[token.token_id] for token in tokens[:-1])
             assert said[6:] == "</think>yes, indeed" and tokens[-1].token_id == END
 
 
-async def test_failing_grammar_fails_its_own_request_only(letters_dir: Path, shared_cluster: SharedClusters) -> None:
+async def test_failing_grammar_fails_its_own_request_only(letters_dir: Path, lab: Lab) -> None:
     """Invalid and contradictory grammars fail their own request only.
 
     The first has no terminating token, the second is malformed. Two leave no allowed token together with the other
@@ -302,7 +299,7 @@ async def test_failing_grammar_fails_its_own_request_only(letters_dir: Path, sha
     malformed = Grammar(kind=GrammarKind.REGEX, text="(")
     followed = Grammar(kind=GrammarKind.REGEX, text="[a-c][1-9]{12,20}(xy|z){6,8}")
     torn = (TokenRules(allowed_token_ids=(_Z,)), TokenRules(bad_words=((_A, _B), (_A, _C))))
-    async with shared_cluster(letters_dir, **exact_tree(1, 1)) as cluster:
+    async with lab.shared(letters_dir, **exact_tree(1, 1)) as cluster:
         failed, rejected, kept, free, *lost = await asyncio.gather(
             cluster.generate(_PROMPTS[0], replace(sampled, stop_token_ids=()), id="a", grammar=short),
             cluster.generate(_PROMPTS[1], sampled, id="b", grammar=malformed),

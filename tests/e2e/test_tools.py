@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from tests.e2e.conftest import smollm2_tree
+from tests.e2e.conftest import Lab, smollm2_tree
 from tests.support.grids import quick
 from tests.support.router_service import http_url, router_service
 from tests.support.sdk_clients import openai_client
@@ -53,13 +53,13 @@ async def _served(model_dir: Path, shared_cluster: SharedClusters, **model: Any)
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("template", quick([str(_TEMPLATE), None], [str(_TEMPLATE)]), ids=["hermes", "its own"])
-async def test_tool_call_round_trip(smollm2_dir: Path, shared_cluster: SharedClusters, template: str | None) -> None:
+async def test_tool_call_round_trip(smollm2_dir: Path, lab: Lab, template: str | None) -> None:
     """A greedy tool call works unary and streamed, and its result can be sent back. The prompt has example calls."""
     messages = [message for city in ("Paris", "London", "Berlin") for message in _turn(city)]
     messages.append({"role": "user", "content": "What is the weather in Rome?"})
     fields: dict[str, Any] = {"model": "smollm2", "tools": [_TOOL], "temperature": 0, "max_tokens": 48}
     async with (
-        _served(smollm2_dir, shared_cluster, chat_template=template) as url,
+        _served(smollm2_dir, lab.shared, chat_template=template) as url,
         openai_client(base_url=f"{url}/v1", api_key="none", timeout=120) as client,
     ):
         (choice,) = (await client.chat.completions.create(messages=messages, **fields)).choices
@@ -97,10 +97,10 @@ async def test_tool_call_round_trip(smollm2_dir: Path, shared_cluster: SharedClu
 
 
 @pytest.mark.timeout(300)
-async def test_tools_without_a_template_for_them(smollm2_dir: Path, shared_cluster: SharedClusters) -> None:
+async def test_tools_without_a_template_for_them(smollm2_dir: Path, lab: Lab) -> None:
     """The demo model's own template knows no tools. Calls are forced on every API, whole and streamed alike."""
     is_valid = Draft202012Validator(SCHEMA).is_valid
-    async with _served(smollm2_dir, shared_cluster, served_name="tiny") as url:
+    async with _served(smollm2_dir, lab.shared, served_name="tiny") as url:
         first, *_ = ASKS.values()
         for ask in ASKS.values():
             for choice in ("required", "weather")[: 2 if ask is first else 1]:

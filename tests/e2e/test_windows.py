@@ -14,14 +14,14 @@ from engine.kv.layout import KVLayout
 from engine.tiers.disk_store import DiskStore
 from engine.timing.pace import Pace
 from router.routing.policy import Option
-from tests.e2e.conftest import Checkpoint, Reference, exact_tree
+from tests.e2e.conftest import Checkpoint, Lab, exact_tree
 from tests.engine.spec_decode.heads.head_files import write_eagle
 from tests.engine.steps import prompts
 from tests.engine.tiny_models import GPT_OSS
 from tests.support.ceiling import Ceiling
 from tests.support.fake_policy import FakePolicy
 from tests.support.grids import quick
-from tests.support.local_cluster import LocalCluster, local_cluster, moved
+from tests.support.local_cluster import LocalCluster, moved
 
 _GREEDY = Sampling(max_tokens=20, temperature=0.0)
 _WINDOW, _BLOCK = 24, 8
@@ -59,28 +59,28 @@ async def _ask(cluster: LocalCluster, inputs: list[list[int]], *, num_choices: i
 
 
 @pytest.mark.parametrize("ranks", [(1, 2), (2, 1)])
-async def test_handoffs(ranks: tuple[int, int], model_dir: Any, reference: Reference, redis_url: str) -> None:
+async def test_handoffs(ranks: tuple[int, int], model_dir: Any, lab: Lab) -> None:
     """The second time the prompts are cached, as far as their windows still are."""
     tree = _tree(_layout(model_dir), 1, 1, ranks=ranks)
-    expected = reference.ids(model_dir, _PROMPTS, _GREEDY)
-    async with local_cluster(model_dir, redis_url, **tree) as cluster:
+    expected = lab.reference.ids(model_dir, _PROMPTS, _GREEDY)
+    async with lab.own(model_dir, **tree) as cluster:
         for num_choices in (1, 2):
             found = await _ask(cluster, _PROMPTS, num_choices=num_choices)
             assert found == [[tokens] * num_choices for tokens in expected]
 
 
-async def test_handoff_ships_windows_only(checkpoint: Checkpoint, reference: Reference, redis_url: str) -> None:
+async def test_handoff_ships_windows_only(lab: Lab) -> None:
     """Every layer of this model has the window."""
     family, changes = _MODELS["mistral"]
-    model_dir = checkpoint(family, **changes)
+    model_dir = lab.checkpoint(family, **changes)
     layout, (prompt, *_) = _layout(model_dir), _PROMPTS
-    async with local_cluster(model_dir, redis_url, **_tree(layout, 1, 1)) as cluster:
-        assert [(await cluster.generate(prompt, _GREEDY)).ids] == reference.ids(model_dir, [prompt], _GREEDY)
+    async with lab.own(model_dir, **_tree(layout, 1, 1)) as cluster:
+        assert [(await cluster.generate(prompt, _GREEDY)).ids] == lab.reference.ids(model_dir, [prompt], _GREEDY)
         await cluster.until(lambda: cluster.totals(Role.PREFILL).transfers)
         assert 0 < cluster.totals(Role.PREFILL).transfer_bytes <= (_WINDOW + _BLOCK) * layout.bytes_per_token() + 4096
 
 
-async def test_fetched_prefix(model_dir: Any, reference: Reference, redis_url: str) -> None:
+async def test_fetched_prefix(model_dir: Any, lab: Lab) -> None:
     """A prefill replica fetches a prefix from another one, and one from a decode replica."""
     policy, prompt = FakePolicy(), _PROMPTS[0]
     longer = prompt + _PROMPTS[3]
@@ -88,9 +88,9 @@ async def test_fetched_prefix(model_dir: Any, reference: Reference, redis_url: s
         len(prompt): [Option(prefill="prefill-0", decode="decode-2")],
         len(longer): [Option(prefill="prefill-1", decode="decode-2", fetch_from="prefill-0", fetch_tokens=296)],
     }
-    async with local_cluster(model_dir, redis_url, policy=policy, **_tree(_layout(model_dir), 2, 1)) as cluster:
+    async with lab.own(model_dir, policy=policy, **_tree(_layout(model_dir), 2, 1)) as cluster:
         answers = [await cluster.generate(each, _GREEDY) for each in (prompt, longer)]
-        assert [answer.ids for answer in answers] == reference.ids(model_dir, [prompt, longer], _GREEDY)
+        assert [answer.ids for answer in answers] == lab.reference.ids(model_dir, [prompt, longer], _GREEDY)
         assert answers[1].route.fetched_tokens == 296
         next_turn = longer + answers[1].ids + [5, 6, 7]
         known = len(next_turn) // _BLOCK * _BLOCK - _BLOCK
@@ -98,7 +98,7 @@ async def test_fetched_prefix(model_dir: Any, reference: Reference, redis_url: s
             Option(prefill="prefill-0", decode="decode-2", fetch_from="decode-2", fetch_tokens=known)
         ]
         again = await cluster.generate(next_turn, _GREEDY)
-        assert [again.ids] == reference.ids(model_dir, [next_turn], _GREEDY)
+        assert [again.ids] == lab.reference.ids(model_dir, [next_turn], _GREEDY)
         assert again.route.fetched_tokens + again.route.cached_tokens >= known - _BLOCK
 
 
@@ -114,14 +114,12 @@ def _small_pools(model_dir: Any, *, tier: str, ranks: int = 1, prefill: int = 1)
 @pytest.mark.parametrize(
     ("tier", "ranks"), [("kv_host_gib", 1), pytest.param("kv_disk_gib", 2, marks=pytest.mark.slow)]
 )
-async def test_evicted_windows_return_from_lower_tiers(
-    tier: str, ranks: int, checkpoint: Checkpoint, reference: Reference, redis_url: str, tmp_path: Any
-) -> None:
+async def test_evicted_windows_return_from_lower_tiers(tier: str, ranks: int, lab: Lab, tmp_path: Any) -> None:
     family, changes = _MODELS["gpt_oss"]
-    model_dir, inputs = checkpoint(family, **changes), prompts(300, 301, 302, 131)
-    expected, tree = reference.ids(model_dir, inputs, _GREEDY), _small_pools(model_dir, tier=tier, ranks=ranks)
+    model_dir, inputs = lab.checkpoint(family, **changes), prompts(300, 301, 302, 131)
+    expected, tree = lab.reference.ids(model_dir, inputs, _GREEDY), _small_pools(model_dir, tier=tier, ranks=ranks)
     tree["prefill"]["kv_disk_path"] = str(tmp_path)
-    async with local_cluster(model_dir, redis_url, **tree) as cluster:
+    async with lab.own(model_dir, **tree) as cluster:
         for _ in range(2):
             answers = [await cluster.generate(tokens, _GREEDY) for tokens in inputs]
             assert [answer.ids for answer in answers] == expected
@@ -135,24 +133,18 @@ async def test_evicted_windows_return_from_lower_tiers(
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "ranks"), [("self", 1), ("eagle", 2)])
 async def test_drafted_answers(
-    method: str,
-    ranks: int,
-    checkpoint: Checkpoint,
-    reference: Reference,
-    redis_url: str,
-    tmp_path: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    method: str, ranks: int, lab: Lab, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also with a lower tier, which stores the layer of the draft head."""
     monkeypatch.setattr(Pace, "timing", None)  # draft always
     write_eagle(tmp_path)
     family, changes = _MODELS["gpt_oss"]
-    model_dir, inputs = checkpoint(family, **changes), prompts(300, 301, 302, 131)
-    expected, tree = reference.ids(model_dir, inputs, _GREEDY), _small_pools(model_dir, tier="kv_host_gib")
+    model_dir, inputs = lab.checkpoint(family, **changes), prompts(300, 301, 302, 131)
+    expected, tree = lab.reference.ids(model_dir, inputs, _GREEDY), _small_pools(model_dir, tier="kv_host_gib")
     tree["decode"] |= {"tensor_parallel": ranks}
     model = str(tmp_path) if method == "eagle" else None
     tree["speculation"] = {"method": method, "model": model, "max_tokens": 3}
-    async with local_cluster(model_dir, redis_url, **tree) as cluster:
+    async with lab.own(model_dir, **tree) as cluster:
         for _ in range(2):
             answers = [await cluster.generate(tokens, _GREEDY) for tokens in inputs]
             assert [answer.ids for answer in answers] == expected
@@ -163,31 +155,29 @@ async def test_drafted_answers(
 
 
 @pytest.mark.slow
-async def test_evicted_windows_are_fetched_by_other_replicas(
-    checkpoint: Checkpoint, reference: Reference, redis_url: str
-) -> None:
+async def test_evicted_windows_are_fetched_by_other_replicas(lab: Lab) -> None:
     family, changes = _MODELS["gpt_oss"]
-    model_dir, inputs, policy = checkpoint(family, **changes), prompts(300, 301, 302, 131), FakePolicy()
+    model_dir, inputs, policy = lab.checkpoint(family, **changes), prompts(300, 301, 302, 131), FakePolicy()
     for tokens in inputs:
         policy.ways[len(tokens)] = [Option(prefill="prefill-0", decode="decode-2")]
     tree = _small_pools(model_dir, tier="kv_host_gib", prefill=2)
-    async with local_cluster(model_dir, redis_url, policy=policy, **tree) as cluster:
+    async with lab.own(model_dir, policy=policy, **tree) as cluster:
         for tokens in inputs:
             await cluster.generate(tokens, _GREEDY)
         policy.ways[300] = [Option(prefill="prefill-1", decode="decode-2", fetch_from="prefill-0", fetch_tokens=296)]
         again = await cluster.generate(inputs[0], _GREEDY)
-        assert [again.ids] == reference.ids(model_dir, inputs[:1], _GREEDY) and again.route.fetched_tokens == 296
+        assert [again.ids] == lab.reference.ids(model_dir, inputs[:1], _GREEDY) and again.route.fetched_tokens == 296
         await cluster.idle()
         assert cluster.totals(Role.PREFILL).host_hit_tokens > 0
 
 
 @pytest.mark.slow
 async def test_parts_that_a_hanging_disk_may_write_are_kept_away(
-    checkpoint: Checkpoint, reference: Reference, redis_url: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    lab: Lab, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     family, changes = _MODELS["gpt_oss"]
-    model_dir, inputs, goes_on = checkpoint(family, **changes), prompts(300, 301, 302, 131), threading.Event()
-    expected, tree = reference.ids(model_dir, inputs, _GREEDY), _small_pools(model_dir, tier="kv_disk_gib")
+    model_dir, inputs, goes_on = lab.checkpoint(family, **changes), prompts(300, 301, 302, 131), threading.Event()
+    expected, tree = lab.reference.ids(model_dir, inputs, _GREEDY), _small_pools(model_dir, tier="kv_disk_gib")
     tree["prefill"]["kv_disk_path"] = str(tmp_path)
     tree["prefill"]["kv_memory_gib"] *= 1.3  # for a prompt beside the blocks that are kept away
     get = DiskStore.get
@@ -196,7 +186,7 @@ async def test_parts_that_a_hanging_disk_may_write_are_kept_away(
         goes_on.wait(30)
         return get(store, place, prefix_hash)
 
-    async with local_cluster(model_dir, redis_url, timeouts={"transfer_s": 1.0}, **tree) as cluster:
+    async with lab.own(model_dir, timeouts={"transfer_s": 1.0}, **tree) as cluster:
         for tokens in inputs:
             await cluster.generate(tokens, _GREEDY)
         monkeypatch.setattr(DiskStore, "get", hang)
@@ -208,19 +198,19 @@ async def test_parts_that_a_hanging_disk_may_write_are_kept_away(
         assert [answer.ids for answer in answers] == expected
 
 
-async def test_migrated(model_dir: Any, reference: Reference, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_migrated(model_dir: Any, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     ceiling = Ceiling(12)
     ceiling.arm(monkeypatch.setattr)
-    async with local_cluster(model_dir, redis_url, **_tree(_layout(model_dir), 1, 1)) as cluster:
+    async with lab.own(model_dir, **_tree(_layout(model_dir), 1, 1)) as cluster:
         answer = await moved(cluster, cluster.generate(_PROMPTS[0], _GREEDY), ceiling)
-        assert [answer.ids] == reference.ids(model_dir, [_PROMPTS[0]], _GREEDY)
+        assert [answer.ids] == lab.reference.ids(model_dir, [_PROMPTS[0]], _GREEDY)
         again = await cluster.generate(_PROMPTS[0] + answer.ids, _GREEDY)
-        assert [again.ids] == reference.ids(model_dir, [_PROMPTS[0] + answer.ids], _GREEDY)
+        assert [again.ids] == lab.reference.ids(model_dir, [_PROMPTS[0] + answer.ids], _GREEDY)
 
 
-async def test_switched_roles(model_dir: Any, reference: Reference, redis_url: str) -> None:
-    expected = [[tokens] for tokens in reference.ids(model_dir, _PROMPTS, _GREEDY)]
-    async with local_cluster(model_dir, redis_url, **_tree(_layout(model_dir), 2, 2)) as cluster:
+async def test_switched_roles(model_dir: Any, lab: Lab) -> None:
+    expected = [[tokens] for tokens in lab.reference.ids(model_dir, _PROMPTS, _GREEDY)]
+    async with lab.own(model_dir, **_tree(_layout(model_dir), 2, 2)) as cluster:
         assert await _ask(cluster, _PROMPTS) == expected
         [prefill, _], [decode, _] = cluster.pools[Role.PREFILL], cluster.pools[Role.DECODE]
         await cluster.switch(decode)

@@ -15,11 +15,10 @@ from core.rpc import worker_pb2_grpc as rpc
 from core.types.request import Role, Sampling, SequenceRequest
 from core.wire.channel import open_channel
 from core.wire.messages import sequence_to_proto
-from tests.e2e.conftest import Checkpoint, Reference
+from tests.e2e.conftest import Lab
 from tests.engine.steps import prompts
 from tests.support.identities import rank, router
 from tests.support.import_graph import PACKAGES
-from tests.support.local_cluster import local_cluster
 
 _ROOT = Path(__file__).parents[2]
 _WALL_CLOCKS = {"time.time", "time.time_ns", "datetime.now", "datetime.datetime.now", "time.localtime"}
@@ -51,19 +50,19 @@ _TREE: dict[str, Any] = {
 }
 
 
-async def test_a_full_disk_for_logs_stops_nobody(checkpoint: Checkpoint, reference: Reference, redis_url: str) -> None:
-    model_dir, inputs = checkpoint("llama"), prompts(20, 40, 60)
-    expected = reference.ids(model_dir, inputs, _GREEDY)
-    async with local_cluster(model_dir, redis_url, processes=True, **_TREE) as cluster:
+async def test_a_full_disk_for_logs_stops_nobody(lab: Lab) -> None:
+    model_dir, inputs = lab.checkpoint("llama"), prompts(20, 40, 60)
+    expected = lab.reference.ids(model_dir, inputs, _GREEDY)
+    async with lab.own(model_dir, processes=True, **_TREE) as cluster:
         for role in Role:
             await cluster.add(role, log="/dev/full")  # every write to it fails with ENOSPC
         answers = await cluster.generate_all(inputs, _GREEDY)
         assert [answer.ids for answer in answers] == expected
 
 
-async def test_what_a_router_held_is_free_after_its_death(checkpoint: Checkpoint, redis_url: str) -> None:
+async def test_what_a_router_held_is_free_after_its_death(lab: Lab) -> None:
     """The router is a channel here that closes abruptly, as the kernel closes those of a killed process."""
-    async with local_cluster(checkpoint("llama"), redis_url, processes=True, **_TREE) as cluster:
+    async with lab.own(lab.checkpoint("llama"), processes=True, **_TREE) as cluster:
         decode = await cluster.add(Role.DECODE)
         seen = cluster.replicas.get(decode.id)
         assert seen

@@ -1,6 +1,6 @@
 """Clusters that the tests of this process share, by their settings: a start takes longer than most tests.
 
-async with shared_cluster(model_dir, **exact_tree(1, 1)) as cluster:    # a fixture of tests/e2e/conftest.py
+async with lab.shared(model_dir, **exact_tree(1, 1)) as cluster:    # `lab` is a fixture of tests/e2e/conftest.py
     ...
 
 Ranks stay from test to test; each test gets its own router, and finds every replica without cached blocks. What else
