@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -14,57 +13,48 @@ from core.types.token_rules import TokenRules
 from tests.e2e.conftest import Lab, exact_tree, gib_of_blocks, on_device
 from tests.engine.steps import prompts
 from tests.engine.tiny_models import DEEPSEEK_V2, DEEPSEEK_V3
+from tests.support.grids import quick
 
 _GREEDY = Sampling(max_tokens=24, temperature=0.0)
-_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "heads": ("llama", {}),
-    "one KV head": ("llama", {"num_key_value_heads": 1}),  # replicated on all ranks
-    "latents": ("deepseek_v3", DEEPSEEK_V3),
-    "experts": ("deepseek_v2", DEEPSEEK_V2),
-    "encrypted": ("llama", {}),
-    "sparse": ("qwen3_moe", {}),  # experts on GPUs
+# Family, changes of its configuration, and of the spec.
+_KINDS: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
+    "heads": ("llama", {}, {}),
+    "one KV head": ("llama", {"num_key_value_heads": 1}, {}),  # replicated on all ranks
+    "latents": ("deepseek_v3", DEEPSEEK_V3, {}),
+    "experts": ("deepseek_v2", DEEPSEEK_V2, {"decode": {"expert_parallel": True}}),
+    "sparse": ("qwen3_moe", {}, {"decode": {"expert_parallel": True}}),
+    "encrypted": ("llama", {}, {"kv": {"encrypt": True}}),
 }
-_SECTIONS: dict[str, dict[str, Any]] = {
-    **{kind: {"decode": {"expert_parallel": True}} for kind in ("experts", "sparse")},
-    "encrypted": {"kv": {"encrypt": True}},
-}
-_RANKS = {
-    "heads": [(1, 1), (1, 2), (2, 1), (2, 2)],
-    "one KV head": [(2, 4)],
-    "latents": [(1, 1), (2, 1), (1, 2), (2, 2), (4, 2)],
-    "experts": [(1, 2)],
-    "encrypted": [(1, 2)],
-}
-_SLOW = [("heads", (1, 1)), ("heads", (2, 2)), *(("latents", tp) for tp in _RANKS["latents"] if tp != (2, 1))]
-
-
-_ON_GPU = [
+_BY_DEFAULT = [
+    *(("heads", tp) for tp in ((1, 2), (2, 1))),
+    *(("one KV head", (2, 4)), ("latents", (2, 1)), ("experts", (1, 2)), ("encrypted", (1, 2))),
+]
+_SLOW = [("heads", tp) for tp in ((1, 1), (2, 2))] + [("latents", tp) for tp in ((1, 1), (1, 2), (2, 2), (4, 2))]
+_ON_GPU = [  # CUDA graphs contain all-reduces over ranks
     *(("heads", tp) for tp in ((1, 1), (1, 2), (2, 2))),
     *(("latents", (1, 1)), ("experts", (1, 2)), ("sparse", (2, 2))),
 ]
-
-
-def _cases() -> Iterator[Any]:
-    for kind, sizes in _RANKS.items():
-        for tp in sizes:
-            yield pytest.param(kind, tp, "cpu", marks=pytest.mark.slow if (kind, tp) in _SLOW else ())
-    for kind, tp in _ON_GPU:  # CUDA graphs contain all-reduces over ranks
-        yield pytest.param(kind, tp, "cuda", marks=pytest.mark.gpu)
 
 
 def _ids(tokens: list[SampledToken]) -> list[int]:
     return [token.token_id for token in tokens]
 
 
-@pytest.mark.parametrize(("kind", "tp", "device"), list(_cases()))
+@pytest.mark.parametrize(
+    ("kind", "tp", "device"),
+    [
+        *quick([(*case, "cpu") for case in _BY_DEFAULT + _SLOW], [(*case, "cpu") for case in _BY_DEFAULT]),
+        *(pytest.param(*case, "cuda", marks=pytest.mark.gpu) for case in _ON_GPU),
+    ],
+)
 async def test_greedy_for_any_pair_of_tensor_parallel_sizes(
     lab: Lab, kind: str, tp: tuple[int, int], device: str
 ) -> None:
     """kind: of what a rank holds of a token, and of what is done to it on the way. tp: of prefill and decode."""
-    family, changes = _MODELS[kind]
+    family, changes, sections = _KINDS[kind]
     model_dir, inputs = lab.checkpoint(family, **changes), prompts(5, 16, 33, 70, 47, 31)
     tree = on_device(device, exact_tree(1, 1, tp=tp))
-    for section, fields in _SECTIONS.get(kind, {}).items():
+    for section, fields in sections.items():
         tree[section] |= fields
     async with lab.shared(model_dir, processes=device == "cuda", **tree) as cluster:
         answers = await cluster.generate_all(inputs, _GREEDY)

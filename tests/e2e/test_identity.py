@@ -51,19 +51,15 @@ async def test_certificates_are_renewed_under_running_requests(lab: Lab, monkeyp
         assert cluster.seen(fresh).is_usable
 
 
-@pytest.mark.parametrize("tls", ["auto", "off"])
-async def test_only_without_tls_does_a_stranger_get_an_answer(lab: Lab, tls: str) -> None:
-    model_dir, [first_prompt] = lab.checkpoint("llama"), prompts(40)
-    expected = lab.reference.ids(model_dir, [first_prompt], _GREEDY)[0]
+async def test_only_without_tls_does_a_stranger_get_an_answer(lab: Lab) -> None:
+    model_dir, inputs = lab.checkpoint("llama"), prompts(40)
     stop = "/cluster.worker.v1.DecodeWorker/Stop"
-    async with lab.shared(model_dir, security={"tls": tls}, **_TREE) as cluster:
-        assert (await cluster.generate(first_prompt, _GREEDY)).ids == expected
-        seen = cluster.seen(cluster.pools[Role.DECODE][0])
-        pending_peer = in_clear(router("stranger"))
-        async with open_channel(seen.member.address, peer=rank(seen.id), identity=pending_peer) as channel:
-            message = truthful(stop, pending_peer.name, rank(seen.id))
-            status = await call(channel, stop, message)
-        assert status is (grpc.StatusCode.OK if tls == "off" else grpc.StatusCode.UNAVAILABLE)
+    async with lab.shared(model_dir, security={"tls": "off"}, **_TREE) as cluster:
+        assert [(await cluster.generate(inputs[0], _GREEDY)).ids] == lab.reference.ids(model_dir, inputs, _GREEDY)
+        seen, stranger = cluster.seen(cluster.pools[Role.DECODE][0]), in_clear(router("stranger"))
+        async with open_channel(seen.member.address, peer=rank(seen.id), identity=stranger) as channel:
+            status = await call(channel, stop, truthful(stop, stranger.name, rank(seen.id)))
+        assert status is grpc.StatusCode.OK
 
 
 async def test_a_stranger_gets_nothing_from_any_rank_and_nothing_is_allocated(lab: Lab) -> None:

@@ -6,35 +6,35 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 import redis
 
+from core.identity.deployment_secrets import Purpose
 from core.index import membership, presence
+from core.index.redis_client import connect_redis
 from core.index.redis_server import RedisAddress, RedisServer
 from core.process.ports import free_port
 from core.types.prefix_hash import block_hashes, root_hash
 from core.types.request import Role, Sampling
-from tests.e2e.conftest import Lab
+from router.serving.discovery import Discovery
+from router.serving.grpc_worker import GrpcWorker
+from router.serving.replicas import Replicas
+from tests.e2e.conftest import Lab, exact_tree
 from tests.engine.steps import prompts
 from tests.support.grids import quick
-from tests.support.local_cluster import LocalCluster, local_cluster, second_router
+from tests.support.local_cluster import REFRESH_S, LocalCluster, local_cluster
 from tests.support.redis_at import Relay, redis_at
 from tests.support.waiting import becomes, stays
 
 _GREEDY = Sampling(max_tokens=16, temperature=0.0)
 _PROMPT = prompts(70)[0]
-_TREE: dict[str, Any] = {
-    "model": {"dtype": "float32"},
-    "kv": {"wire_dtype": "raw"},
-    "prefill": {"kv_memory_gib": 0.01},
-    "decode": {"replicas": 2, "kv_memory_gib": 0.01},
-    "router": {"max_local_prefill": 16, "policy": "prefix"},  # so that the route shows what the router knows
-}
+# The policy shows in the route what the router knows.
+_TREE = exact_tree(1, 2, max_local_prefill=16, policy="prefix")
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +70,32 @@ def own_redis(tmp_path: Path) -> Iterator[_Redis]:
     server = _Redis(tmp_path / "redis.log")
     yield server
     server.kill()
+
+
+@asynccontextmanager
+async def _second_router(
+    cluster: LocalCluster, *, index_url: str = "", has_controller: bool = False
+) -> AsyncIterator[Replicas]:
+    """Yield the replicas as another router finds them. index_url: of another Redis. has_controller: ask the replicas
+    for their records, as the controller does."""
+
+    async def find_members() -> list[bytes]:
+        return [replica.ranks[0].status()["member"] for replica in cluster.every_replica]
+
+    replicas = Replicas(lambda member: GrpcWorker(member, identity=cluster.router))
+    discovery = Discovery(
+        connect_redis(index_url or cluster.credentials.index_url),
+        replicas,
+        name=cluster.spec.name,
+        key=cluster.credentials.key(Purpose.MEMBERS),
+        find_members=find_members if has_controller else None,
+    )
+    discovery.start(refresh_s=REFRESH_S)
+    try:
+        yield replicas
+    finally:
+        await discovery.close()
+        await replicas.close()
 
 
 def _prefix_sources(cluster: LocalCluster) -> dict[str, int]:
@@ -137,7 +163,7 @@ async def test_it_fails_over(lab: Lab, tmp_path: Path) -> None:
                 answer = await cluster.generate(_PROMPT, _GREEDY)
                 assert answer.route.attempts == 1 and answer.route.decode_replica in prefix_sources
                 newcomer = await cluster.add(Role.DECODE)
-                async with second_router(cluster) as another:
+                async with _second_router(cluster) as another:
                     await becomes(lambda: {one.id for one in another if one.is_usable} == {*before, newcomer.id})
                 assert {one.id: one for one in cluster.replicas if one.id in before} == before
 
@@ -177,7 +203,7 @@ async def test_a_router_that_starts_while_redis_refuses_asks_the_controller(
                         relay.delay_s = 2.5
                     case "away":
                         relay.port = 1
-            async with second_router(cluster, index_url=index_url, has_controller=True) as another:
+            async with _second_router(cluster, index_url=index_url, has_controller=True) as another:
                 await becomes(lambda: sum(one.is_usable for one in another) == 3)
                 assert another.may_answer()
                 if fault == "full":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
@@ -15,7 +14,7 @@ from core.rpc import worker_pb2_grpc as rpc
 from core.types.request import Role, Sampling, SequenceRequest
 from core.wire.channel import open_channel
 from core.wire.messages import sequence_to_proto
-from tests.e2e.conftest import Lab
+from tests.e2e.conftest import Lab, exact_tree
 from tests.engine.steps import prompts
 from tests.support.identities import rank, router
 from tests.support.import_graph import PACKAGES
@@ -41,19 +40,12 @@ _SHOWN = {
 }
 
 _GREEDY = Sampling(max_tokens=40, temperature=0.0)
-_TREE: dict[str, Any] = {
-    "model": {"dtype": "float32"},
-    "kv": {"wire_dtype": "raw"},
-    "prefill": {"replicas": 0, "kv_memory_gib": 0.01},
-    "decode": {"replicas": 0, "kv_memory_gib": 0.01},
-    "router": {"max_local_prefill": 0},
-}
 
 
 async def test_a_full_disk_for_logs_stops_nobody(lab: Lab) -> None:
     model_dir, inputs = lab.checkpoint("llama"), prompts(20, 40, 60)
     expected = lab.reference.ids(model_dir, inputs, _GREEDY)
-    async with lab.own(model_dir, processes=True, **_TREE) as cluster:
+    async with lab.own(model_dir, processes=True, **exact_tree(0, 0)) as cluster:
         for role in Role:
             await cluster.add(role, log="/dev/full")  # every write to it fails with ENOSPC
         answers = await cluster.generate_all(inputs, _GREEDY)
@@ -62,7 +54,7 @@ async def test_a_full_disk_for_logs_stops_nobody(lab: Lab) -> None:
 
 async def test_what_a_router_held_is_free_after_its_death(lab: Lab) -> None:
     """The router is a channel here that closes abruptly, as the kernel closes those of a killed process."""
-    async with lab.own(lab.checkpoint("llama"), processes=True, **_TREE) as cluster:
+    async with lab.own(lab.checkpoint("llama"), processes=True, **exact_tree(0, 0)) as cluster:
         decode = await cluster.add(Role.DECODE)
         seen = cluster.replicas.get(decode.id)
         assert seen

@@ -53,7 +53,7 @@ from tests.support.waiting import WITHIN_S, becomes
 
 _MAKERS = {Role.PREFILL: prefill_worker.actor.make_rank, Role.DECODE: decode_worker.actor.make_rank}
 SETTLE_S = 30.0  # shorter than the expiry of a handoff, so free blocks were returned and did not expire
-_REFRESH_S = 0.02  # routers would read the membership less often, and each start of a replica waits for that
+REFRESH_S = 0.02  # routers would read the membership less often, and each start of a replica waits for that
 
 
 @dataclass
@@ -152,7 +152,7 @@ class LocalCluster:
             max_waiting=spec.router.max_waiting,
             metrics=Metrics(),
         )
-        discovery.start(refresh_s=_REFRESH_S)
+        discovery.start(refresh_s=REFRESH_S)
         try:
             yield
             await self.check_whole(clear=clear)
@@ -343,32 +343,6 @@ class LocalCluster:
         found = self.replicas.get(replica.id)
         assert found
         return found
-
-
-@asynccontextmanager
-async def second_router(
-    cluster: LocalCluster, *, index_url: str = "", has_controller: bool = False
-) -> AsyncIterator[Replicas]:
-    """Yield the replicas as another router finds them. index_url: of another Redis. has_controller: ask the replicas
-    for their records, as the controller does."""
-
-    async def find_members() -> list[bytes]:
-        return [replica.ranks[0].status()["member"] for replica in cluster.every_replica]
-
-    replicas = Replicas(lambda member: GrpcWorker(member, identity=cluster.router))
-    discovery = Discovery(
-        connect_redis(index_url or cluster.credentials.index_url),
-        replicas,
-        name=cluster.spec.name,
-        key=cluster.credentials.key(Purpose.MEMBERS),
-        find_members=find_members if has_controller else None,
-    )
-    discovery.start(refresh_s=_REFRESH_S)
-    try:
-        yield replicas
-    finally:
-        await discovery.close()
-        await replicas.close()
 
 
 async def moved(cluster: LocalCluster, answering: Coroutine[Any, Any, Answer], under: Ceiling) -> Answer:
