@@ -1,8 +1,9 @@
-"""Every family behind the HTTP endpoint of a disaggregated deployment, compared with transformers."""
+"""Families behind the HTTP endpoint of a deployment: the numbers of transformers, also from Mistral's own format."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -10,10 +11,17 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from core.model.source import resolve
+from core.types.request import Sampling
+from frontend.chat.chat_template import ChatTemplate
+from frontend.chat.template_files import find_chat_template
+from frontend.text.tokenizer import Tokenizer
+from tests.core.model.test_tokenizer_formats import write_tekken
 from tests.e2e.conftest import Lab, exact_tree
+from tests.engine.mistral_files import write_mistral
 from tests.engine.model.test_models import FAMILIES
 from tests.engine.steps import prompts
-from tests.engine.tiny_models import random_model, reference_logits, tiny_config
+from tests.engine.tiny_models import YARN, random_model, reference_logits, tiny_config
 from tests.support.plain_http import http_client
 from tests.support.router_service import http_url, router_service
 from tests.support.sdk_clients import openai_client
@@ -26,6 +34,10 @@ _PROMPTS = prompts(1, 8, 9, 10, 11, 12, 15, 16, 17, 33, 70)
 _LONGER = _PROMPTS[-1] + _PROMPTS[-2]
 # Those that differ most run with the other tests.
 _QUICK = ("gemma4", "gpt_oss", "deepseek_v3")
+
+
+_ROPE = YARN | {"llama_4_scaling_beta": 0.1, "attention_factor": 1.0}
+_MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Where does the sun rise?"}]
 
 
 def _cases() -> Iterator[Any]:
@@ -42,7 +54,7 @@ async def test_logprobs_and_greedy_tokens_equal_transformers(family: str, ranks:
     model = random_model(tiny_config(architecture, **changes))
     tree = exact_tree(1, 1, tp=(ranks, 1))
     async with (
-        lab.shared(lab.checkpoint(architecture, **changes), **tree) as cluster,
+        lab.own(lab.checkpoint(architecture, **changes), **tree) as cluster,
         router_service(cluster, model={"served_name": "tiny"}) as service,
     ):
         url = http_url(service)
@@ -94,3 +106,29 @@ def _check(model: PreTrainedModel, prompt: list[int], logprobs: dict[str, list[A
 
 def _id(token: str) -> int:
     return int(token.strip("<>"))
+
+
+@pytest.mark.timeout(180)
+async def test_chat_with_a_model_in_mistrals_own_format(tmp_path: Path, lab: Lab) -> None:
+    own, theirs = tmp_path / "own", tmp_path / "transformers"
+    ranks = {bytes([i]): i for i in range(256)}
+    vocab_size = Tokenizer(write_tekken(own, ranks)).vocab_size
+    model = random_model(tiny_config("ministral3", vocab_size=vocab_size, rope_parameters=_ROPE))
+    write_mistral(own, model, num_parts=2)
+    model.save_pretrained(write_tekken(theirs, ranks))
+    assert resolve(str(own)) == own
+
+    tokenizer = Tokenizer(own)
+    template = ChatTemplate(find_chat_template(own), special_tokens=tokenizer.special_tokens)
+    prompt = tokenizer.encode(template.render(_MESSAGES), add_special_tokens=False)
+    sampling = Sampling(max_tokens=12, temperature=0.0, stop_token_ids=tuple(tokenizer.eos_token_ids))
+    expected = lab.reference.ids(theirs, [prompt], sampling)[0]
+
+    async with lab.own(own, **exact_tree(1, 1)) as cluster, router_service(cluster) as service:
+        async with http_client(base_url=http_url(service), timeout=60) as client:
+            asked = {"model": "own", "messages": _MESSAGES, "max_tokens": 12, "temperature": 0}
+            asked["return_token_ids"] = True
+            answer = (await client.post("/v1/chat/completions", json=asked)).json()
+    (choice,) = answer["choices"]
+    assert answer["prompt_token_ids"] == prompt
+    assert choice["token_ids"] == expected, "as of the same model in transformers' format"

@@ -21,7 +21,6 @@ from tests.support.hostile_schemas import hostile_schemas
 from tests.support.local_cluster import beside
 from tests.support.plain_http import http_client
 from tests.support.router_service import http_url, router_service
-from tests.support.shared_clusters import SharedClusters
 from tests.support.waiting import WITHIN_S, becomes
 
 _CHAT = {"model": "smollm2", "messages": [{"role": "user", "content": "Tell me a tale."}], "temperature": 0}
@@ -59,15 +58,15 @@ class _Stream:
 
 
 @asynccontextmanager
-async def _endpoint(model_dir: Path, shared_cluster: SharedClusters) -> AsyncIterator[httpx.AsyncClient]:
-    tree = {
-        "model": {"served_name": "smollm2"},
-        "prefill": {"kv_memory_gib": 0.25},
-        "decode": {"kv_memory_gib": 0.25},
-    }
-    async with shared_cluster(model_dir, processes=True, **tree) as cluster, router_service(cluster) as service:
-        async with http_client(base_url=f"{http_url(service)}/v1", timeout=WITHIN_S) as client:
-            yield client
+async def _endpoint(model_dir: Path, lab: Lab) -> AsyncIterator[httpx.AsyncClient]:
+    pool = {"kv_memory_gib": 0.25}
+    tree = {"model": {"served_name": "smollm2"}, "prefill": pool, "decode": pool}
+    async with (
+        lab.own(model_dir, processes=True, **tree) as cluster,
+        router_service(cluster) as service,
+        http_client(base_url=f"{http_url(service)}/v1", timeout=WITHIN_S) as client,
+    ):
+        yield client
 
 
 @pytest.mark.timeout(240)
@@ -85,7 +84,7 @@ async def test_streams_continue_while_schemas_are_compiled(
         compiled.append(grammar.text)
         return compile_it(self, grammar, param=param)
 
-    async with _endpoint(smollm2_dir, lab.shared) as client:
+    async with _endpoint(smollm2_dir, lab) as client:
         stream = _Stream(client)
         async with beside(stream.run()):
             await becomes(lambda: stream.times)
@@ -99,7 +98,7 @@ async def test_streams_continue_while_schemas_are_compiled(
 @pytest.mark.timeout(600)
 async def test_each_hostile_schema_is_answered_quickly(smollm2_dir: Path, lab: Lab) -> None:
     took: list[tuple[float, int, str]] = []
-    async with _endpoint(smollm2_dir, lab.shared) as client:
+    async with _endpoint(smollm2_dir, lab) as client:
         stream = _Stream(client)
         async with beside(stream.run()):
             await becomes(lambda: len(stream.times) > 50)
