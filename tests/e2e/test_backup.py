@@ -14,9 +14,9 @@ from router.routing.cost_policy import CostPolicy
 from tests.e2e.conftest import Lab, exact_tree
 from tests.engine.steps import prompts
 from tests.support.ceiling import Ceiling
-from tests.support.local_cluster import LocalCluster, beside
+from tests.support.local_cluster import LocalCluster
 from tests.support.rank_in_process import shared_ceiling
-from tests.support.waiting import becomes
+from tests.support.waiting import becomes, beside
 
 _BLOCK, _EVERY = 16, 16
 _GREEDY = Sampling(max_tokens=80, temperature=0.0)

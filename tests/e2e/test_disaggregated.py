@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from core.types.request import Role, SampledToken, Sampling, choice_seed
+from core.types.request import SampledToken, Sampling, choice_seed
 from core.types.token_rules import TokenRules
-from tests.e2e.conftest import Lab, exact_tree, gib_of_blocks, on_device
+from tests.e2e.conftest import Lab, exact_tree, on_device
 from tests.engine.steps import prompts
 from tests.engine.tiny_models import DEEPSEEK_V2, DEEPSEEK_V3
 from tests.support.grids import quick
@@ -143,16 +143,3 @@ async def test_one_token_needs_no_decode_replica(lab: Lab) -> None:
         answer = await cluster.generate(prompt, sampling)
         assert [answer.ids] == lab.reference.ids(model_dir, [prompt], sampling)
         assert (answer.route.decode_replica, answer.route.blocks_shipped) == ("", 0)
-
-
-async def test_preemption_changes_no_token(lab: Lab) -> None:
-    """A pool of 20 blocks cannot hold six sequences that grow to 6 blocks each, while the router expects 3 each."""
-    model_dir, inputs, tree = lab.checkpoint("llama"), prompts(33, 34, 35, 36, 37, 38), exact_tree(1, 1)
-    tree["decode"] |= {"kv_memory_gib": gib_of_blocks(20)}
-    rules = TokenRules(logit_bias=((5, 1.0),), bad_words=((5, 5), (7,)))
-    sampling = replace(_GREEDY, max_tokens=60, token_rules=rules)
-    async with lab.shared(model_dir, **tree) as cluster:
-        cluster.core.reservations.finished([1] * 200)  # so short have answers been until now
-        answers = await cluster.generate_all(inputs, sampling)
-        assert [answer.ids for answer in answers] == lab.reference.ids(model_dir, inputs, sampling)
-        await cluster.until(lambda: cluster.totals(Role.DECODE).preemptions)

@@ -18,10 +18,9 @@ from core.grammar.compiler import CompiledGrammar, GrammarCompiler
 from core.types.constraints import Grammar
 from tests.e2e.conftest import Lab
 from tests.support.hostile_schemas import hostile_schemas
-from tests.support.local_cluster import beside
 from tests.support.plain_http import http_client
 from tests.support.router_service import http_url, router_service
-from tests.support.waiting import WITHIN_S, becomes
+from tests.support.waiting import WITHIN_S, becomes, beside
 
 _CHAT = {"model": "smollm2", "messages": [{"role": "user", "content": "Tell me a tale."}], "temperature": 0}
 _FORM = '"response_format": {"type": "json_schema", "json_schema": {"name": "s", "strict": true, "schema": '

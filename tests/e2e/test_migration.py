@@ -21,8 +21,8 @@ from tests.engine.tiny_models import DELTA_NET
 from tests.support.ceiling import Ceiling
 from tests.support.grids import quick
 from tests.support.identities import rank
-from tests.support.local_cluster import Answer, LocalCluster, LocalReplica, beside
-from tests.support.waiting import WITHIN_S
+from tests.support.local_cluster import Answer, LocalCluster, LocalReplica
+from tests.support.waiting import WITHIN_S, beside
 from worker.gang_runner import GangRunner
 
 _NUM_TOKENS = 160

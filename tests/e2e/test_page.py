@@ -17,10 +17,10 @@ import pytest
 from core.types.request import Role
 from frontend.service import RouterService
 from tests.e2e.conftest import Lab
-from tests.support.local_cluster import LocalCluster, beside
+from tests.support.local_cluster import LocalCluster
 from tests.support.plain_http import http_client
 from tests.support.router_service import admin_url, http_url, router_service
-from tests.support.waiting import becomes, told
+from tests.support.waiting import becomes, beside, told
 
 _CHROMIUM = shutil.which("chromium")
 playwright = pytest.importorskip("playwright.async_api", reason="no playwright here: pip install playwright")

@@ -20,10 +20,9 @@ import yaml
 from core.process.ports import free_port
 from frontend.service import RouterService
 from tests.e2e.conftest import Lab
-from tests.support.local_cluster import beside
 from tests.support.plain_http import http_client
 from tests.support.router_service import admin_url, http_url, router_service
-from tests.support.waiting import told
+from tests.support.waiting import beside, told
 
 _FILES = Path(__file__).parents[2] / "deploy" / "monitoring"
 _ALERTS = {

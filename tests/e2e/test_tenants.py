@@ -17,12 +17,11 @@ from core.index.redis_client import connect_redis
 from core.rpc import inference_pb2 as pb
 from core.rpc import inference_pb2_grpc as rpc
 from core.types.request import Role
-from tests.e2e.conftest import Checkpoint, Lab, exact_tree
+from tests.e2e.conftest import Lab, exact_tree
 from tests.frontend.access.keys import IssuedKey, book_of, issue
 from tests.support.local_cluster import LocalReplica
 from tests.support.router_service import http_url, router_service
 from tests.support.sdk_clients import openai_client
-from tests.support.shared_clusters import SharedClusters
 from tests.support.waiting import becomes
 
 _PROMPT = [5 + i % 20 for i in range(100)]  # six full blocks
@@ -64,12 +63,10 @@ class Asked:
 
 
 @asynccontextmanager
-async def router_with(
-    checkpoint: Checkpoint, shared_cluster: SharedClusters, *issued: IssuedKey, max_context: int = 128, **more: Any
-) -> AsyncIterator[Asked]:
+async def router_with(lab: Lab, *issued: IssuedKey, max_context: int = 128, **more: Any) -> AsyncIterator[Asked]:
     """Start a router that demands keys. max_context: limit of the model. more: sections of the spec."""
-    tree: dict[str, Any] = exact_tree(1, 1, keys="required", max_local_prefill=512) | more
-    async with shared_cluster(checkpoint("llama", max_position_embeddings=max_context), **tree) as cluster:
+    tree = exact_tree(1, 1, keys="required", max_local_prefill=512) | more
+    async with lab.own(lab.checkpoint("llama", max_position_embeddings=max_context), **tree) as cluster:
         signing_key = cluster.credentials.key(Purpose.API_KEYS)
         redis = connect_redis(cluster.credentials.index_url)
         publisher = KeyPublisher(redis, name=cluster.spec.name, signing_key=signing_key)
@@ -85,7 +82,7 @@ async def router_with(
 @pytest.mark.timeout(180)
 async def test_cached_prefixes_are_not_shared_across_tenants(lab: Lab) -> None:
     one, its_twin, other = issue("one", tenant="team"), issue("twin", tenant="team"), issue("other")
-    async with router_with(lab.checkpoint, lab.shared, one, its_twin, other) as asked:
+    async with router_with(lab, one, its_twin, other) as asked:
         assert await asked.over_http(one) == 0
         assert await asked.over_http(one) > 0, "it finds its own"
         assert await asked.over_grpc(its_twin) > 0, "so does another key of its tenant, at the other door"
@@ -102,7 +99,7 @@ async def test_cached_prefixes_are_not_shared_across_tenants(lab: Lab) -> None:
 async def test_saturating_tenant_does_not_delay_others(lab: Lab) -> None:
     greedy, modest = issue("greedy"), issue("modest")
     more = {"decode": {"max_running": 4}, "timeouts": {"queue_s": 120}}
-    async with router_with(lab.checkpoint, lab.shared, greedy, modest, max_context=4096, **more) as asked:
+    async with router_with(lab, greedy, modest, max_context=4096, **more) as asked:
         with pytest.raises(BadRequestError, match="at most 3 choices of one tenant") as rejected:
             await asked.text(greedy, n=4, num_tokens=2)
         assert rejected.value.param == "n"

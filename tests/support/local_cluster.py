@@ -29,12 +29,10 @@ from core.model import config as model_config
 from core.rpc.worker_pb2 import Totals
 from core.spec.loader import parse_spec
 from core.spec.schema import Spec
-from core.types.constraints import Grammar
 from core.types.launch import Launch
 from core.types.prompt_logprobs import PromptLogprobs
 from core.types.request import Role, SampledToken, Sampling, SequenceRequest
 from core.types.role_switch import other
-from core.types.thinking_budget import ThinkingBudget
 from router.generation import RequestRoute
 from router.routing.chooser import Chooser
 from router.routing.plain_policies import make_policy
@@ -49,7 +47,7 @@ from tests.support.ceiling import Ceiling
 from tests.support.hosts import Host
 from tests.support.identities import in_clear, proven, tls_credentials
 from tests.support.rank_in_process import RANKS_LOG, Fault, RankInProcess, audit
-from tests.support.waiting import WITHIN_S, becomes
+from tests.support.waiting import WITHIN_S, becomes, beside
 
 _MAKERS = {Role.PREFILL: prefill_worker.actor.make_rank, Role.DECODE: decode_worker.actor.make_rank}
 SETTLE_S = 30.0  # shorter than the expiry of a handoff, so free blocks were returned and did not expire
@@ -228,27 +226,16 @@ class LocalCluster:
             identity.renew(tls_credentials(self.authority, identity.name))
 
     async def generate(
-        self,
-        prompt: Sequence[int],
-        sampling: Sampling,
-        *,
-        id: str = "r",
-        n: int = 1,
-        salt: str = "",
-        grammar: Grammar | None = None,
-        thinking: ThinkingBudget | None = None,
-        num_prompt_logprobs: int | None = None,
+        self, prompt: Sequence[int], sampling: Sampling, *, id: str = "r", n: int = 1, **fields: Any
     ) -> Answer:
+        """fields: of SequenceRequest."""
         request = SequenceRequest(
             id=id,
             token_ids=tuple(prompt),
             num_prompt_tokens=len(prompt),
             sampling=sampling,
             choices=tuple(range(n)),
-            salt=salt,
-            grammar=grammar,
-            thinking=thinking,
-            num_prompt_logprobs=num_prompt_logprobs,
+            **fields,
         )
         tokens: dict[int, list[SampledToken]] = {choice: [] for choice in range(n)}
         async with self.core.start(request) as generation:
@@ -357,17 +344,6 @@ async def moved(cluster: LocalCluster, answering: Coroutine[Any, Any, Answer], u
         answer = await task
     assert answer.route.decode_replica == target.id and answer.route.attempts == 1
     return answer
-
-
-@asynccontextmanager
-async def beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run `work`, which does not end by itself, until the block ends."""
-    task = asyncio.create_task(work)
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
 
 
 def _identity(spec: Spec, authority: Authority, name: ProcessName) -> Identity:
