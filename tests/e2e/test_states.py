@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +74,7 @@ async def test_checkpoints_of_answers_are_fetched(lab: Lab) -> None:
             Option(prefill="prefill-0", decode="decode-1", fetch_from="decode-1", fetch_tokens=80)
         ]
         again = await cluster.generate(next_turn, _GREEDY)
-        expected = lab.reference(model_dir, [next_turn], _GREEDY)
-        assert again.ids == [token.token_id for token in expected[0]]
+        assert [again.ids] == lab.reference.ids(model_dir, [next_turn], _GREEDY)
         assert (again.route.cached_tokens, again.route.fetched_tokens) == (48, 32), "80 tokens have a checkpoint"
 
 
@@ -93,32 +93,22 @@ def _small_pools(model_dir: Path, *, tp: int, prefill: int = 1, host: bool = Tru
 
 
 @pytest.mark.parametrize(("tp", "host"), quick([(1, True), (2, False)], [(1, True)]))
-async def test_evicted_states_return_from_lower_tiers(tp: int, host: bool, lab: Lab, tmp_path: Path) -> None:
-    model_dir = lab.checkpoint(_MODEL[0], **_MODEL[1])
-    inputs = prompts(100, 100, 100, 100)
-    tree = _small_pools(model_dir, tp=tp, host=host)
+async def test_evicted_states_return_from_lower_tiers_and_are_served_to_a_peer(
+    tp: int, host: bool, lab: Lab, tmp_path: Path
+) -> None:
+    model_dir, inputs = lab.checkpoint(_MODEL[0], **_MODEL[1]), prompts(100, 100, 100, 100)
+    policy = FakePolicy(here := Option(prefill="prefill-0", decode="decode-2"))
+    tree = _small_pools(model_dir, tp=tp, prefill=2, host=host)
     tree["prefill"]["kv_disk_path"] = str(tmp_path)
     expected = lab.reference.ids(model_dir, inputs, _GREEDY)
-    async with lab.own(model_dir, **tree) as cluster:
+    async with lab.own(model_dir, policy=policy, **tree) as cluster:
         for _ in range(2):
             answers = [await cluster.generate(tokens, _GREEDY) for tokens in inputs]
             assert [answer.ids for answer in answers] == expected
         assert [answer.route.cached_tokens for answer in answers] == [96] * 4
-
-
-async def test_evicted_states_are_fetched_by_other_replicas(lab: Lab) -> None:
-    model_dir = lab.checkpoint(_MODEL[0], **_MODEL[1])
-    inputs = prompts(100, 101, 102)
-    policy = FakePolicy()
-    for tokens in inputs:
-        policy.ways[len(tokens)] = [Option(prefill="prefill-0", decode="decode-2")]
-    expected = lab.reference.ids(model_dir, inputs[:1], _GREEDY)[0]
-    async with lab.own(model_dir, policy=policy, **_small_pools(model_dir, tp=1, prefill=2)) as cluster:
-        for tokens in inputs:
-            await cluster.generate(tokens, _GREEDY)
-        policy.ways[100] = [Option(prefill="prefill-1", decode="decode-2", fetch_from="prefill-0", fetch_tokens=96)]
-        again = await cluster.generate(inputs[0], _GREEDY)
-        assert again.ids == expected and again.route.fetched_tokens == 96
+        policy.default = [replace(here, prefill="prefill-1", fetch_from="prefill-0", fetch_tokens=96)]
+        fetched = await cluster.generate(inputs[0], _GREEDY)
+        assert fetched.ids == expected[0] and fetched.route.fetched_tokens == 96
 
 
 async def test_evicted_states_return_to_replicas_that_do_both(lab: Lab) -> None:

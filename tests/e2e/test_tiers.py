@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import product
@@ -12,16 +11,15 @@ from typing import Any
 
 import pytest
 import redis
-from torch import Tensor
 
 from core.index.prefix_index import Depths
 from core.types.prefix_hash import block_hashes, root_hash
 from core.types.request import Role, Sampling
-from engine.tiers.disk_store import DiskStore
 from router.routing.policy import Option
 from router.serving.replica import Replica
 from tests.e2e.conftest import Lab, exact_tree, on_device
 from tests.engine.steps import prompts
+from tests.support.disks import hang_disk
 from tests.support.fake_policy import FakePolicy
 from tests.support.grids import quick
 from tests.support.local_cluster import LocalCluster, LocalReplica
@@ -195,16 +193,9 @@ async def test_decode_replica_that_computes_prompts_loads_from_tiers(lab: Lab, t
 async def test_a_disk_that_hangs_is_not_waited_for(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model_dir = lab.checkpoint("llama")
     expected = lab.reference.ids(model_dir, _PROMPTS, _GREEDY)
-    goes_on = threading.Event()
-    get = DiskStore.get
-
-    def hang(store: DiskStore, place: int, prefix_hash: bytes) -> Tensor | None:
-        goes_on.wait(30)
-        return get(store, place, prefix_hash)
-
     async with lab.own(model_dir, **_tree(tmp_path, disk=60), timeouts={"transfer_s": 1.0}) as cluster:
         await _ask_all(cluster, expected)
-        monkeypatch.setattr(DiskStore, "get", hang)
+        goes_on = hang_disk(monkeypatch)
         again = await cluster.generate(_PROMPTS[0], _GREEDY)
         assert (again.ids, again.route.cached_tokens) == (expected[0], 0)
         [blocks] = [replica.blocks for replica in cluster.pools[Role.PREFILL]]

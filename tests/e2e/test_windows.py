@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 from core.types.request import Role, Sampling
 from engine.config import GIB, EngineConfig
 from engine.kv.layout import KVLayout
-from engine.tiers.disk_store import DiskStore
 from engine.timing.pace import Pace
 from router.routing.policy import Option
 from tests.e2e.conftest import Checkpoint, Lab, exact_tree
@@ -19,6 +17,7 @@ from tests.engine.spec_decode.heads.head_files import write_eagle
 from tests.engine.steps import prompts
 from tests.engine.tiny_models import GPT_OSS
 from tests.support.ceiling import Ceiling
+from tests.support.disks import hang_disk
 from tests.support.fake_policy import FakePolicy
 from tests.support.grids import quick
 from tests.support.local_cluster import LocalCluster, moved
@@ -114,12 +113,16 @@ def _small_pools(model_dir: Any, *, tier: str, ranks: int = 1, prefill: int = 1)
 @pytest.mark.parametrize(
     ("tier", "ranks"), [("kv_host_gib", 1), pytest.param("kv_disk_gib", 2, marks=pytest.mark.slow)]
 )
-async def test_evicted_windows_return_from_lower_tiers(tier: str, ranks: int, lab: Lab, tmp_path: Any) -> None:
+async def test_evicted_windows_return_from_lower_tiers_and_are_served_to_a_peer(
+    tier: str, ranks: int, lab: Lab, tmp_path: Any
+) -> None:
     family, changes = _MODELS["gpt_oss"]
     model_dir, inputs = lab.checkpoint(family, **changes), prompts(300, 301, 302, 131)
-    expected, tree = lab.reference.ids(model_dir, inputs, _GREEDY), _small_pools(model_dir, tier=tier, ranks=ranks)
+    policy = FakePolicy(here := Option(prefill="prefill-0", decode="decode-2"))
+    tree = _small_pools(model_dir, tier=tier, ranks=ranks, prefill=2)
     tree["prefill"]["kv_disk_path"] = str(tmp_path)
-    async with lab.own(model_dir, **tree) as cluster:
+    expected = lab.reference.ids(model_dir, inputs, _GREEDY)
+    async with lab.own(model_dir, policy=policy, **tree) as cluster:
         for _ in range(2):
             answers = [await cluster.generate(tokens, _GREEDY) for tokens in inputs]
             assert [answer.ids for answer in answers] == expected
@@ -128,6 +131,9 @@ async def test_evicted_windows_return_from_lower_tiers(tier: str, ranks: int, la
         status = cluster.seen(cluster.pools[Role.PREFILL][0]).status
         assert 50 < status.blocks_total < 120, "windows are freed, and not all blocks fit"
         assert status.totals.tier_losses == 0
+        policy.default = [replace(here, prefill="prefill-1", fetch_from="prefill-0", fetch_tokens=296)]
+        fetched = await cluster.generate(inputs[0], _GREEDY)
+        assert fetched.ids == expected[0] and fetched.route.fetched_tokens == 296
 
 
 @pytest.mark.slow
@@ -155,41 +161,18 @@ async def test_drafted_answers(
 
 
 @pytest.mark.slow
-async def test_evicted_windows_are_fetched_by_other_replicas(lab: Lab) -> None:
-    family, changes = _MODELS["gpt_oss"]
-    model_dir, inputs, policy = lab.checkpoint(family, **changes), prompts(300, 301, 302, 131), FakePolicy()
-    for tokens in inputs:
-        policy.ways[len(tokens)] = [Option(prefill="prefill-0", decode="decode-2")]
-    tree = _small_pools(model_dir, tier="kv_host_gib", prefill=2)
-    async with lab.own(model_dir, policy=policy, **tree) as cluster:
-        for tokens in inputs:
-            await cluster.generate(tokens, _GREEDY)
-        policy.ways[300] = [Option(prefill="prefill-1", decode="decode-2", fetch_from="prefill-0", fetch_tokens=296)]
-        again = await cluster.generate(inputs[0], _GREEDY)
-        assert [again.ids] == lab.reference.ids(model_dir, inputs[:1], _GREEDY) and again.route.fetched_tokens == 296
-        await cluster.idle()
-        assert cluster.totals(Role.PREFILL).host_hit_tokens > 0
-
-
-@pytest.mark.slow
 async def test_parts_that_a_hanging_disk_may_write_are_kept_away(
     lab: Lab, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     family, changes = _MODELS["gpt_oss"]
-    model_dir, inputs, goes_on = lab.checkpoint(family, **changes), prompts(300, 301, 302, 131), threading.Event()
+    model_dir, inputs = lab.checkpoint(family, **changes), prompts(300, 301, 302, 131)
     expected, tree = lab.reference.ids(model_dir, inputs, _GREEDY), _small_pools(model_dir, tier="kv_disk_gib")
     tree["prefill"]["kv_disk_path"] = str(tmp_path)
     tree["prefill"]["kv_memory_gib"] *= 1.3  # for a prompt beside the blocks that are kept away
-    get = DiskStore.get
-
-    def hang(store: DiskStore, place: int, prefix_hash: bytes) -> Tensor | None:
-        goes_on.wait(30)
-        return get(store, place, prefix_hash)
-
     async with lab.own(model_dir, timeouts={"transfer_s": 1.0}, **tree) as cluster:
         for tokens in inputs:
             await cluster.generate(tokens, _GREEDY)
-        monkeypatch.setattr(DiskStore, "get", hang)
+        goes_on = hang_disk(monkeypatch)
         again = await cluster.generate(inputs[0], _GREEDY)
         assert ([again.ids], again.route.cached_tokens) == (expected[:1], 0)
         goes_on.set()
