@@ -86,7 +86,7 @@ async def test_refusals_come_at_once_with_a_hint_and_what_is_admitted_is_served(
 ) -> None:
     running_on = Ceiling(2)
     running_on.arm(monkeypatch.setattr)
-    async with lab.own(lab.checkpoint("llama"), **_tree(max_waiting=16)) as cluster:
+    async with lab.shared(lab.checkpoint("llama"), **_tree(max_waiting=16)) as cluster:
 
         async def one(number: int) -> int:
             try:
@@ -106,7 +106,7 @@ async def test_refusals_come_at_once_with_a_hint_and_what_is_admitted_is_served(
 
 
 async def test_a_deadline_that_cannot_be_met_is_refused_before_work_is_spent(lab: Lab) -> None:
-    async with lab.own(lab.checkpoint("llama"), **_tree(max_running=1)) as cluster:
+    async with lab.shared(lab.checkpoint("llama"), **_tree(max_running=1)) as cluster:
         backlog = [asyncio.create_task(_ask(cluster, i)) for i in range(30)]
         waiting = set(backlog)
         while len(waiting) > 24:  # long enough to measure the drain rate of the queue
@@ -122,7 +122,7 @@ async def test_a_deadline_that_passes_on_the_way_ends_the_request_everywhere(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Ceiling(5).arm(monkeypatch.setattr)
-    async with lab.own(lab.checkpoint("llama"), **_tree()) as cluster:
+    async with lab.shared(lab.checkpoint("llama"), **_tree()) as cluster:
         for number, deadline_s in enumerate((0.02, 0.1, 0.5)):
             with pytest.raises(DeadlineExceeded):
                 await _ask(cluster, number, deadline_s=deadline_s)
