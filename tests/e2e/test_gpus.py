@@ -64,7 +64,8 @@ _BUDGET = ThinkingBudget(
 _ATOL = 1e-3  # of log-probabilities, because batch shapes differ
 _NUM_TOP = 3
 _MAX_RUNNING = 8
-_DENSE = {"first_k_dense_replace": 3}  # all layers, because rounding may choose other experts
+# All layers are dense, because rounding may choose other experts.
+_DENSE = {"first_k_dense_replace": 3, "n_shared_experts": 0}
 
 
 @dataclass(frozen=True)
