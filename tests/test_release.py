@@ -33,11 +33,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_wheel_has_every_module_and_data_file(wheel: Path) -> None:
     inside = set(zipfile.ZipFile(wheel).namelist())
-    packages = {path.parent for path in modules().values()}
-    beside = {file for package in packages for pattern in _BESIDE_CODE for file in package.glob(pattern)}
-    beside |= set((ROOT / "benchmarks/speculation/prompts").glob("*.txt"))
-    expected = {str(path.relative_to(ROOT)) for path in {*modules().values(), *beside}}
+    shipped = [path for name, path in modules().items() if not name.startswith("benchmarks")]
+    beside = {
+        file for package in {path.parent for path in shipped} for one in _BESIDE_CODE for file in package.glob(one)
+    }
+    expected = {str(path.relative_to(ROOT)) for path in {*shipped, *beside}}
     assert beside and not expected - inside
+    assert not [name for name in inside if name.startswith(("benchmarks/", "tests/"))]
 
 
 def test_installed_wheel_runs(wheel: Path, tmp_path: Path) -> None:

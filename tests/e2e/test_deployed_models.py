@@ -86,7 +86,7 @@ def test_second_model_joins_fails_and_leaves_while_the_first_streams(cluster: Cl
         with streaming(client):
             made = cluster.run("deploy", "1P1D", *beside, *spec, within_s=300)
             assert made.code == 0, made.err
-            assert "at the doors of main, where clients ask for the model tiny" in made.out
+            assert "served at the endpoints of main as model tiny" in made.out
             assert [model.id for model in client.models.list()] == ["smol", "tiny"]
             asked = prompts(5, 47, 70)
             expected = lab.reference.ids(tiny, asked, Sampling(max_tokens=24, temperature=0.0))
@@ -97,11 +97,14 @@ def test_second_model_joins_fails_and_leaves_while_the_first_streams(cluster: Cl
             assert answer.code == 0, answer.err
 
             again = cluster.run("deploy", "1P1D", "--name", "third", "--model", str(tiny), *spec)
-            assert again.code == 2 and "model.served_name: tiny is what clients of these doors call" in again.err
+            assert (
+                again.code == 2
+                and "model.served_name: tiny is already served by beside at these endpoints" in again.err
+            )
             keys = cluster.run("keys", "create", "acme", "--name", "beside")
             assert keys.code == 2 and "add --name main" in keys.err
             down = cluster.run("down", "--name", "main")
-            assert down.code == 2 and "its doors serve beside, too; `cluster down --name beside` first" in down.err
+            assert down.code == 2 and "its endpoints also serve beside; `cluster down --name beside` first" in down.err
 
             assert cluster.run("scale", "decode=0", "--name", "beside").code == 0
             away = rejected()
