@@ -167,7 +167,7 @@ class LocalCluster:
             for start in starting:
                 await start
 
-    async def found(self) -> None:
+    async def until_known(self) -> None:
         """Wait until the router knows all replicas of a cluster that runs already, and count their totals from here."""
         await self.until(lambda: all(self._is_usable(replica) for replica in self.every_replica))
         self._before = {replica.id: copy(replica.status.totals) for replica in self.replicas}

@@ -57,7 +57,7 @@ class SharedClusters:
         try:
             await _forgotten(cluster)
             async with cluster.routed(policy, clear=True):
-                await (cluster.found() if cluster.every_replica else cluster.start())
+                await (cluster.until_known() if cluster.every_replica else cluster.start())
                 yield cluster
             is_whole = True
         finally:
