@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import AsyncExitStack
-from typing import Any
-
 import pytest
 
 from core.model import config as model_config
-from core.process.ports import free_port
 from core.types.errors import ContextLengthExceeded
 from core.types.request import Role, Sampling
-from frontend.service import RouterService
 from tests.e2e.conftest import Checkpoint, Reference, exact_tree, gib_of_blocks
 from tests.engine.steps import prompts
-from tests.support.identities import router
 from tests.support.local_cluster import local_cluster
 from tests.support.plain_http import http_client
-from tests.support.waiting import told
+from tests.support.router_service import http_url, router_service
 
 _P, _D = Role.PREFILL, Role.DECODE
 _GREEDY = Sampling(max_tokens=6, temperature=0.0)
@@ -82,24 +76,17 @@ async def test_an_answer_grows_from_a_small_replica_to_a_larger_one(
 async def test_clients_see_what_the_pool_holds(checkpoint: Checkpoint, redis_url: str) -> None:
     """vllm-project/vllm#39734, FlashML-org/FreeToken#111, RBLN-SW/vllm-rbln#957"""
     pool = {"kv_memory_gib": 0.00007}
-    ports: dict[str, Any] = {"grpc_port": free_port(), "http_port": free_port()}
-    tree = {"model": {"dtype": "float32"}, "prefill": pool, "decode": pool, "router": ports}
     model_dir = checkpoint("llama")
-    async with local_cluster(model_dir, redis_url, **tree) as cluster, AsyncExitStack() as closing:
-        identity = cluster.identity(router("router-1"))
-        service = await RouterService.open(cluster.spec, credentials=cluster.credentials, identity=identity)
-        closing.push_async_callback(service.close)
-        async with http_client(base_url="http://{}:{}".format(*service.http_address), timeout=60) as http:
-
-            async def is_ready() -> bool:
-                return (await http.get("/health/ready")).status_code == 200
-
-            await told(is_ready)
-            limit = (await http.get("/v1/models")).json()["data"][0]["max_model_len"]
-            assert limit < model_config.load(model_dir).max_context
-            body = {"prompt": [5] * (limit - 8), "ignore_eos": True}
-            whole = await http.post("/v1/completions", json={**body, "max_tokens": 8})
-            assert whole.status_code == 200 and whole.json()["usage"]["total_tokens"] == limit, whole.text
-            for refused in ({**body, "max_tokens": 9}, {"prompt": [5] * limit}):
-                answer = await http.post("/v1/completions", json=refused)
-                assert answer.status_code == 400 and f"holds {limit} tokens" in answer.json()["error"]["message"]
+    async with (
+        local_cluster(model_dir, redis_url, model={"dtype": "float32"}, prefill=pool, decode=pool) as cluster,
+        router_service(cluster) as service,
+        http_client(base_url=http_url(service), timeout=60) as http,
+    ):
+        limit = (await http.get("/v1/models")).json()["data"][0]["max_model_len"]
+        assert limit < model_config.load(model_dir).max_context
+        body = {"prompt": [5] * (limit - 8), "ignore_eos": True}
+        whole = await http.post("/v1/completions", json={**body, "max_tokens": 8})
+        assert whole.status_code == 200 and whole.json()["usage"]["total_tokens"] == limit, whole.text
+        for refused in ({**body, "max_tokens": 9}, {"prompt": [5] * limit}):
+            answer = await http.post("/v1/completions", json=refused)
+            assert answer.status_code == 400 and f"holds {limit} tokens" in answer.json()["error"]["message"]

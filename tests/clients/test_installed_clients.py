@@ -17,12 +17,9 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from core.model.weight_files import weight_files
-from core.process.ports import free_port
-from frontend.service import RouterService
 from tests.engine.gguf_files import read_model
-from tests.support.identities import router
 from tests.support.local_cluster import local_cluster
-from tests.support.waiting import becomes
+from tests.support.router_service import http_url, router_service
 
 _HERE = Path(__file__).parent
 _TEMPLATE = _HERE.parent / "frontend" / "chat" / "templates" / "hermes_tools.jinja"
@@ -54,18 +51,9 @@ async def url(smollm2_dir: Path, redis_url: str) -> AsyncIterator[str]:
         "kv": {"wire_dtype": "raw"},
         "prefill": {"kv_memory_gib": 0.1},
         "decode": {"kv_memory_gib": 0.1},
-        "router": {"grpc_port": free_port(), "http_port": free_port()},
     }
-    async with local_cluster(smollm2_dir, redis_url, **tree) as cluster:
-        service = await RouterService.open(
-            cluster.spec, credentials=cluster.credentials, identity=cluster.identity(router("router-1"))
-        )
-        try:
-            await becomes(lambda: all(service.health().values()))
-            yield "http://{}:{}/v1".format(*service.http_address)
-        finally:
-            await service.close()
-        await cluster.idle()
+    async with local_cluster(smollm2_dir, redis_url, **tree) as cluster, router_service(cluster) as service:
+        yield f"{http_url(service)}/v1"
 
 
 @pytest.mark.parametrize("client", ["langchain", "litellm", "instructor", "agents"])

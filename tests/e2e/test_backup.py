@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from typing import Any
 
 import pytest
 
@@ -12,20 +11,13 @@ from core.index.prefix_index import Depths
 from core.types.prefix_hash import block_hashes, root_hash
 from core.types.request import Role, Sampling
 from router.routing.cost_policy import CostPolicy
-from tests.e2e.conftest import Checkpoint, Reference
+from tests.e2e.conftest import Lab, exact_tree
 from tests.engine.steps import prompts
 from tests.support.ceiling import Ceiling
-from tests.support.local_cluster import LocalCluster, beside, local_cluster
+from tests.support.local_cluster import LocalCluster
 from tests.support.rank_in_process import shared_ceiling
-from tests.support.waiting import becomes
+from tests.support.waiting import becomes, beside
 
-_TREE: dict[str, Any] = {
-    "model": {"dtype": "float32"},
-    "kv": {"wire_dtype": "raw"},
-    "prefill": {"replicas": 1, "kv_memory_gib": 0.05},
-    "decode": {"replicas": 2, "kv_memory_gib": 0.05},
-    "router": {"max_local_prefill": 0},
-}
 _BLOCK, _EVERY = 16, 16
 _GREEDY = Sampling(max_tokens=80, temperature=0.0)
 _SAMPLED = Sampling(max_tokens=80, temperature=1.0, seed=7)
@@ -33,13 +25,13 @@ _SAMPLED = Sampling(max_tokens=80, temperature=1.0, seed=7)
 
 @pytest.mark.parametrize("sampling", [_GREEDY, _SAMPLED], ids=["greedy", "sampled"])
 async def test_the_next_turn_finds_the_answer_where_its_prompt_was_computed(
-    checkpoint: Checkpoint, reference: Reference, redis_url: str, monkeypatch: pytest.MonkeyPatch, sampling: Sampling
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, sampling: Sampling
 ) -> None:
-    model_dir, prompt = checkpoint("llama"), prompts(40)[0]
+    model_dir, prompt = lab.checkpoint("llama"), prompts(40)[0]
     running_on = Ceiling(sampling.max_tokens - 1)
     running_on.arm(monkeypatch.setattr)
-    expected = [token.token_id for token in reference(model_dir, [prompt], sampling)[0]]
-    async with local_cluster(model_dir, redis_url, policy=CostPolicy(prefix_fetches=False), **_TREE) as cluster:
+    expected = lab.reference.ids(model_dir, [prompt], sampling)[0]
+    async with lab.own(model_dir, policy=CostPolicy(prefix_fetches=False), **exact_tree(1, 2)) as cluster:
         async with beside(cluster.core.back_up_forever(every=_EVERY)):
             running = asyncio.create_task(cluster.generate(prompt, sampling))
             most = len(prompt) + len(expected) - 2 * _EVERY  # minimum length of a copy at the end
@@ -57,17 +49,13 @@ async def test_the_next_turn_finds_the_answer_where_its_prompt_was_computed(
         assert turn.route.cached_tokens >= len(prompt) + len(answer.ids) - 3 * _EVERY
 
 
-async def test_who_goes_on_for_a_lost_replica_computes_the_last_tokens_only(
-    checkpoint: Checkpoint, reference: Reference, redis_url: str
-) -> None:
-    model_dir, prompt = checkpoint("llama"), prompts(40)[0]
-    expected = [token.token_id for token in reference(model_dir, [prompt], _GREEDY)[0]]
-    tree = _TREE | {"prefill": {**_TREE["prefill"], "replicas": 2}}  # the one with the prompt also keeps the copy
-    tree["decode"] = {**_TREE["decode"], "replicas": 0}
+async def test_who_goes_on_for_a_lost_replica_computes_the_last_tokens_only(lab: Lab) -> None:
+    model_dir, prompt = lab.checkpoint("llama"), prompts(40)[0]
+    expected = lab.reference.ids(model_dir, [prompt], _GREEDY)[0]
     running_on = shared_ceiling(40)
-    async with local_cluster(
-        model_dir, redis_url, processes=True, policy=CostPolicy(prefix_fetches=False), **tree
-    ) as cluster:
+    policy = CostPolicy(prefix_fetches=False)
+    # Of two prefill replicas, the one with the prompt also keeps the copy.
+    async with lab.own(model_dir, processes=True, policy=policy, **exact_tree(2, 0)) as cluster:
         for _ in range(2):
             await cluster.add(Role.DECODE, ceiling=running_on)
         async with beside(cluster.core.back_up_forever(every=_EVERY)):

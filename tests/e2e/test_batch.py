@@ -11,14 +11,11 @@ from typing import Any
 import pytest
 
 from core.identity.deployment_secrets import DeploymentSecrets
-from core.process.ports import free_port
-from frontend.service import RouterService
 from tests.cluster.cli.command import ClusterCommand
-from tests.e2e.conftest import Checkpoint
+from tests.e2e.conftest import Lab
 from tests.e2e.router_process import router_process
-from tests.support.identities import router
-from tests.support.local_cluster import local_cluster
 from tests.support.plain_http import http_client
+from tests.support.router_service import http_url, router_service
 from tests.support.waiting import becomes
 
 _TREE: dict[str, Any] = {
@@ -48,42 +45,35 @@ def _answers(out: Path) -> dict[str, str]:
 
 
 @pytest.mark.timeout(180)
-async def test_a_killed_client_resumes_with_the_same_answers(
-    checkpoint: Checkpoint, redis_url: str, tmp_path: Path
-) -> None:
-    tree = {**_TREE, "router": {"grpc_port": free_port(), "http_port": free_port()}}
+async def test_a_killed_client_resumes_with_the_same_answers(lab: Lab, tmp_path: Path) -> None:
     lines = [_line(number, max_tokens=12) for number in range(12)]
     file, out = _write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
-    async with local_cluster(checkpoint("llama", max_position_embeddings=256), redis_url, **tree) as cluster:
-        identity = cluster.identity(router("router-1"))
-        service = await RouterService.open(cluster.spec, credentials=cluster.credentials, identity=identity)
-        try:
-            await becomes(lambda: all(service.health().values()))
-            url = "http://{}:{}".format(*service.http_address)
-            command = ["batch", str(file), "-o", str(out), "--url", url, "--concurrency", "4"]
-            with ClusterCommand(tmp_path).start(*command) as process:
-                await becomes(lambda: out.exists() and _answers(out))
-                process.kill()
-            resumed = await asyncio.to_thread(ClusterCommand(tmp_path).run, *command)
-            assert resumed.code == 0, resumed.err
-            answers = _answers(out)
-            assert answers.keys() == {line["custom_id"] for line in lines}
-            async with http_client(base_url=url, timeout=60, trust_env=False) as client:
-                for line in lines[:3]:
-                    answer = (await client.post(line["url"], json=line["body"])).json()
-                    assert answers[line["custom_id"]] == answer["choices"][0]["text"]
-        finally:
-            await service.close()
-        await cluster.idle()
+    async with (
+        lab.shared(lab.checkpoint("llama", max_position_embeddings=256), **_TREE) as cluster,
+        router_service(cluster) as service,
+    ):
+        url = http_url(service)
+        command = ["batch", str(file), "-o", str(out), "--url", url, "--concurrency", "4"]
+        with ClusterCommand(tmp_path).start(*command) as process:
+            await becomes(lambda: out.exists() and _answers(out))
+            process.kill()
+        resumed = await asyncio.to_thread(ClusterCommand(tmp_path).run, *command)
+        assert resumed.code == 0, resumed.err
+        answers = _answers(out)
+        assert answers.keys() == {line["custom_id"] for line in lines}
+        async with http_client(base_url=url, timeout=60, trust_env=False) as client:
+            for line in lines[:3]:
+                answer = (await client.post(line["url"], json=line["body"])).json()
+                assert answers[line["custom_id"]] == answer["choices"][0]["text"]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-async def test_a_killed_router_costs_no_answer(checkpoint: Checkpoint, redis_url: str, tmp_path: Path) -> None:
+async def test_a_killed_router_costs_no_answer(lab: Lab, tmp_path: Path) -> None:
     tree = {**_TREE, "security": {"tls": "off"}}
     file, out = _write(tmp_path / "in.jsonl", [_line(number, max_tokens=60) for number in range(60)]), tmp_path / "out"
-    async with local_cluster(checkpoint("llama", max_position_embeddings=256), redis_url, **tree) as cluster:
-        credentials = DeploymentSecrets(secret=cluster.credentials.secret, index_url=redis_url)
+    async with lab.own(lab.checkpoint("llama", max_position_embeddings=256), **tree) as cluster:
+        credentials = DeploymentSecrets(secret=cluster.credentials.secret, index_url=lab.redis_url)
         with ExitStack() as stack:
             routers = [
                 await asyncio.to_thread(
@@ -98,4 +88,3 @@ async def test_a_killed_router_costs_no_answer(checkpoint: Checkpoint, redis_url
                 _, err = await asyncio.to_thread(process.communicate)
             assert process.returncode == 0, err
             assert len(_answers(out)) == 60
-        await cluster.idle()

@@ -4,27 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import random
-from typing import Any
 
 import pytest
 
 from core.types.request import Sampling, SequenceRequest
-from tests.e2e.conftest import Checkpoint
+from tests.e2e.conftest import Lab, exact_tree
 from tests.engine.steps import prompts
 from tests.support.ceiling import Ceiling
-from tests.support.local_cluster import LocalCluster, local_cluster
+from tests.support.local_cluster import LocalCluster
 from worker.gang_runner import GangRunner
 
 _AT_ONCE = 25
-
-
-def _tree(*, tp: int) -> dict[str, Any]:
-    return {
-        "model": {"dtype": "float32"},
-        "prefill": {"replicas": 2, "kv_memory_gib": 0.01, "max_batch_tokens": 32, "tensor_parallel": tp},
-        "decode": {"kv_memory_gib": 0.01, "tensor_parallel": tp},
-        "router": {"max_local_prefill": 16},
-    }
 
 
 async def _ask(cluster: LocalCluster, number: int, prompt: list[int], *, num_tokens: int) -> None:
@@ -75,19 +65,17 @@ def _nobody_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("tp", "is_async"), [(1, False), pytest.param(2, False, marks=pytest.mark.slow), (2, True)])
 async def test_requests_aborted_at_random_free_everything(
-    checkpoint: Checkpoint, redis_url: str, monkeypatch: pytest.MonkeyPatch, tp: int, is_async: bool
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, tp: int, is_async: bool
 ) -> None:
     """This holds with synchronous and with asynchronous steps, as on a GPU."""
     monkeypatch.setattr(GangRunner, "is_async", is_async)
-    async with local_cluster(checkpoint("llama"), redis_url, **_tree(tp=tp)) as cluster:
+    async with lab.own(lab.checkpoint("llama"), **exact_tree(2, 1, tp=(tp, tp), max_local_prefill=16)) as cluster:
         await _abort(cluster, count=50, seed=tp, within_s=30.0)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1700)
 @pytest.mark.parametrize("tp", [1, 2])
-async def test_10000_requests_aborted_at_random_free_everything(
-    checkpoint: Checkpoint, redis_url: str, tp: int
-) -> None:
-    async with local_cluster(checkpoint("llama"), redis_url, **_tree(tp=tp)) as cluster:
+async def test_10000_requests_aborted_at_random_free_everything(lab: Lab, tp: int) -> None:
+    async with lab.own(lab.checkpoint("llama"), **exact_tree(2, 1, tp=(tp, tp), max_local_prefill=16)) as cluster:
         await _abort(cluster, count=10_000, seed=tp, within_s=2.0)

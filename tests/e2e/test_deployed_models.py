@@ -8,16 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import grpc
 import openai
 import pytest
 
 from core.process.ports import free_port
-from core.rpc import inference_pb2 as pb
-from core.rpc.inference_pb2_grpc import InferenceStub
 from core.types.request import Sampling
 from tests.cluster.cli.command import ClusterCommand
-from tests.e2e.conftest import Checkpoint, Reference
+from tests.e2e.conftest import Lab
 from tests.engine.steps import prompts
 from tests.support.waiting import until
 
@@ -69,29 +66,13 @@ def ids_of(client: openai.OpenAI, prompt: list[int]) -> list[int]:
     return ids
 
 
-def ids_by_grpc(port: int, prompt: list[int]) -> list[int]:
-    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-        sampling = pb.SamplingParams(temperature=0, max_tokens=24)
-        asked = pb.GenerateRequest(model="tiny", token_ids=pb.TokenIds(ids=prompt), sampling=sampling)
-        return [token_id for event in InferenceStub(channel).Generate(asked) for token_id in event.delta.token_ids]
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_second_model_joins_fails_and_leaves_while_the_first_streams(
-    cluster: ClusterCommand, checkpoint: Checkpoint, reference: Reference
-) -> None:
-    grpc_port, port, tiny = free_port(), free_port(), checkpoint("llama")
-    endpoints = ["--grpc-port", str(grpc_port), "--http-port", str(port)]
-    made = cluster.run(
-        "deploy",
-        "1P1D",
-        "--name",
-        "main",
-        *endpoints,
-        *sets("model.served_name=smol", *_EXACT[:2], *_SMALL),
-        within_s=300,
-    )
+def test_second_model_joins_fails_and_leaves_while_the_first_streams(cluster: ClusterCommand, lab: Lab) -> None:
+    port, tiny = free_port(), lab.checkpoint("llama")
+    endpoints = ["--grpc-port", str(free_port()), "--http-port", str(port)]
+    first = ["--name", "main", *endpoints, *sets("model.served_name=smol", *_EXACT[:2], *_SMALL)]
+    made = cluster.run("deploy", "1P1D", *first, within_s=300)
     assert made.code == 0, made.err
     beside = ["--name", "beside", "--model", str(tiny)]
     spec = sets("model.served_name=tiny", "router.endpoints=main", "prefill.answer_share=0", *_EXACT, *_SMALL)
@@ -108,12 +89,8 @@ def test_second_model_joins_fails_and_leaves_while_the_first_streams(
             assert "served at the endpoints of main as model tiny" in made.out
             assert [model.id for model in client.models.list()] == ["smol", "tiny"]
             asked = prompts(5, 47, 70)
-            expected = [
-                [token.token_id for token in tokens]
-                for tokens in reference(tiny, asked, Sampling(max_tokens=24, temperature=0.0))
-            ]
+            expected = lab.reference.ids(tiny, asked, Sampling(max_tokens=24, temperature=0.0))
             assert [ids_of(client, prompt) for prompt in asked] == expected
-            assert [ids_by_grpc(grpc_port, prompt) for prompt in asked] == expected
             report = json.loads(cluster.run("status", "--name", "beside", "--json").out)
             assert report["ready"] and report["endpoints"]["http"] == f"http://127.0.0.1:{port}"
             answer = cluster.run("generate", "hi", "--name", "main", "--max-tokens", "2", "--json")

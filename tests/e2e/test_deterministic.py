@@ -15,10 +15,10 @@ from engine.config import EngineConfig
 from engine.cpu.library import open_kernels
 from engine.runner.runner import ModelRunner
 from engine.tools.offline import generate
-from tests.e2e.conftest import Checkpoint
+from tests.e2e.conftest import Lab
 from tests.engine.steps import prompts
 from tests.support.ceiling import Ceiling
-from tests.support.local_cluster import Answer, LocalCluster, local_cluster
+from tests.support.local_cluster import Answer, LocalCluster
 
 CPU = torch.device("cpu")
 NUM_REQUESTS, NUM_TOKENS = 64, 40
@@ -47,9 +47,9 @@ pytestmark = pytest.mark.skipif(open_kernels(dtype=torch.bfloat16, device=CPU) i
     "pool", ["raw", *(pytest.param(pool, marks=pytest.mark.slow) for pool in TREES if pool != "raw")]
 )
 async def test_64_requests_alone_batched_chunked_and_migrated(
-    checkpoint: Checkpoint, redis_url: str, monkeypatch: pytest.MonkeyPatch, pool: str
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, pool: str
 ) -> None:
-    model_dir, kv = checkpoint("llama", **WIDE), TREES[pool]
+    model_dir, kv = lab.checkpoint("llama", **WIDE), TREES[pool]
     runner = _runner(model_dir, kv.get("pool_dtype", "auto"), tuple(kv.get("unquantized_layers", ())))
     alone = [_generate(runner, [p], [s], 1024)[0] for p, s in zip(PROMPTS, SAMPLINGS, strict=True)]
     assert len({tuple(ids) for ids in alone}) == NUM_REQUESTS
@@ -64,7 +64,7 @@ async def test_64_requests_alone_batched_chunked_and_migrated(
     }
     running_on = Ceiling(NUM_TOKENS // 4)
     running_on.arm(monkeypatch.setattr)
-    async with local_cluster(model_dir, redis_url, **tree) as cluster:
+    async with lab.own(model_dir, **tree) as cluster:
         answers = await _asked_while_a_replica_leaves(cluster, running_on)
     assert [answer.ids for answer in answers] == alone
     assert {bool(answer.route.prefill_replica) for answer in answers} == {True, False}  # short ones stay on decode

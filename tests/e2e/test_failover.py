@@ -14,10 +14,10 @@ from core.types.failpoint import FailpointStage
 from core.types.request import Role, SampledToken, Sampling, SequenceRequest, choice_seed
 from core.types.token_rules import TokenRules
 from router.serving import relay
-from tests.e2e.conftest import Checkpoint, Reference, exact_tree
+from tests.e2e.conftest import Lab, exact_tree, on_device
 from tests.engine.steps import prompts
 from tests.support.grids import quick
-from tests.support.local_cluster import Answer, LocalCluster, local_cluster
+from tests.support.local_cluster import Answer
 from tests.support.rank_in_process import Fault
 from tests.support.waiting import WITHIN_S, becomes
 
@@ -45,15 +45,6 @@ _DECODE_EVENTS = {
 }
 
 
-async def _ask(cluster: LocalCluster) -> list[Answer]:
-    requests = [
-        cluster.generate(prompt, sampling, id=str(number))
-        for number, (prompt, sampling) in enumerate(zip(_PROMPTS, _SAMPLINGS, strict=True))
-    ]
-    async with asyncio.timeout(WITHIN_S):
-        return await asyncio.gather(*requests)
-
-
 def _check(answers: list[Answer], expected: list[list[SampledToken]]) -> None:
     """Assert equal tokens, finish reasons and logprobs, without extra or missing tokens."""
     for answer, undisturbed in zip(answers, expected, strict=True):
@@ -74,83 +65,82 @@ _CASES = [(role, event, number) for role, event in _EVENTS for number in (signal
 _QUICK = [one for one in _CASES if one[1] == "it streams" or (one[1] not in _SLOW and one[2] is signal.SIGKILL)]
 
 
-@pytest.mark.parametrize(("role", "event", "number"), quick(_CASES, _QUICK))
-async def test_another_replica_goes_on(
-    checkpoint: Checkpoint, reference: Reference, redis_url: str, role: Role, event: str, number: signal.Signals
-) -> None:
-    model_dir = checkpoint("llama")
-    expected = reference(model_dir, _PROMPTS, _SAMPLINGS)
+_ON_GPU = [
+    pytest.param(role, event, signal.SIGKILL, "cuda", marks=pytest.mark.gpu)
+    for role, event in ((Role.PREFILL, "the prompt is half computed"), (Role.DECODE, "it streams"))
+]
+
+
+@pytest.mark.parametrize(
+    ("role", "event", "number", "device"),
+    [*quick([(*case, "cpu") for case in _CASES], [(*case, "cpu") for case in _QUICK]), *_ON_GPU],
+)
+async def test_another_replica_goes_on(lab: Lab, role: Role, event: str, number: signal.Signals, device: str) -> None:
+    model_dir = lab.checkpoint("llama")
+    expected = lab.reference(model_dir, _PROMPTS, _SAMPLINGS, device=device)
     fault = replace((_PREFILL_EVENTS if role is Role.PREFILL else _DECODE_EVENTS)[event], number=number)
-    others = {Role.PREFILL: 1, Role.DECODE: 1} | {role: 0}
-    tree = exact_tree(others[Role.PREFILL], others[Role.DECODE])
-    async with local_cluster(model_dir, redis_url, processes=True, **tree) as cluster:
+    tree = on_device(device, exact_tree(int(role is Role.DECODE), int(role is Role.PREFILL)))
+    async with lab.own(model_dir, processes=True, **tree) as cluster:
         doomed = await cluster.add(role, fault)  # the first of its pool is chosen while all are idle
         await cluster.add(role)
-        answers = await _ask(cluster)
+        answers = await cluster.generate_all(_PROMPTS, _SAMPLINGS)
         _check(answers, expected)
         assert doomed.has_been_hit, "the fault never happened"
         assert any(answer.route.attempts > 1 for answer in answers) or role is Role.PREFILL
         if number is signal.SIGSTOP:
             doomed.send(signal.SIGCONT)
-        await cluster.idle()
 
 
-async def test_with_no_prefill_replica_left_the_decode_replica_computes_the_prompt(
-    checkpoint: Checkpoint, reference: Reference, redis_url: str
-) -> None:
-    model_dir = checkpoint("llama")
-    async with local_cluster(model_dir, redis_url, processes=True, **exact_tree(0, 1)) as cluster:
+async def test_with_no_prefill_replica_left_the_decode_replica_computes_the_prompt(lab: Lab) -> None:
+    model_dir = lab.checkpoint("llama")
+    async with lab.own(model_dir, processes=True, **exact_tree(0, 1)) as cluster:
         await cluster.add(Role.PREFILL, _PREFILL_EVENTS["the prompt is half computed"])
-        answers = await _ask(cluster)
-        _check(answers, reference(model_dir, _PROMPTS, _SAMPLINGS))
+        answers = await cluster.generate_all(_PROMPTS, _SAMPLINGS)
+        _check(answers, lab.reference(model_dir, _PROMPTS, _SAMPLINGS))
         assert {answer.route.prefill_replica for answer in answers} == {""}
-        await cluster.idle()
 
 
-async def test_one_death_after_another(checkpoint: Checkpoint, reference: Reference, redis_url: str) -> None:
+async def test_one_death_after_another(lab: Lab) -> None:
     """Three decode replicas die one by one, each a few tokens later; the fourth survives."""
-    model_dir = checkpoint("llama")
-    async with local_cluster(model_dir, redis_url, processes=True, **exact_tree(1, 0)) as cluster:
+    model_dir = lab.checkpoint("llama")
+    async with lab.own(model_dir, processes=True, **exact_tree(1, 0)) as cluster:
         for _ in range(3):
             await cluster.add(Role.DECODE, Fault(FailpointStage.COMPUTING, nth=5))
         await cluster.add(Role.DECODE)
-        answers = await _ask(cluster)
-        _check(answers, reference(model_dir, _PROMPTS, _SAMPLINGS))
+        answers = await cluster.generate_all(_PROMPTS, _SAMPLINGS)
+        _check(answers, lab.reference(model_dir, _PROMPTS, _SAMPLINGS))
         assert max(answer.route.migrations for answer in answers) >= 2
-        await cluster.idle()
 
 
 @pytest.mark.parametrize(
     ("role", "number"),
     quick(product(Role, [signal.SIGKILL, signal.SIGSTOP]), [(role, signal.SIGKILL) for role in Role]),
 )
-async def test_one_rank_of_two_is_enough_to_lose_the_replica(
-    checkpoint: Checkpoint, reference: Reference, redis_url: str, role: Role, number: signal.Signals
-) -> None:
-    model_dir = checkpoint("llama")
+async def test_one_rank_of_two_is_enough_to_lose_the_replica(lab: Lab, role: Role, number: signal.Signals) -> None:
+    model_dir = lab.checkpoint("llama")
     tree = exact_tree(1, 1)
     tree[role.value] |= {"tensor_parallel": 2, "replicas": 0}
-    async with local_cluster(model_dir, redis_url, processes=True, **tree) as cluster:
+    async with lab.own(model_dir, processes=True, **tree) as cluster:
         doomed = await cluster.add(role)
         await cluster.add(role)
-        running = asyncio.create_task(_ask(cluster))
+        running = asyncio.create_task(cluster.generate_all(_PROMPTS, _SAMPLINGS))
         await cluster.replicas.changed(timeout_s=10)
         doomed.ranks[1].send(number)
-        _check(await running, reference(model_dir, _PROMPTS, _SAMPLINGS))
+        _check(await running, lab.reference(model_dir, _PROMPTS, _SAMPLINGS))
         if number is signal.SIGSTOP:
             doomed.send(signal.SIGKILL)  # the other rank would wait for it before it ends
 
 
-async def test_choices_that_have_ended_stay_ended(checkpoint: Checkpoint, reference: Reference, redis_url: str) -> None:
+async def test_choices_that_have_ended_stay_ended(lab: Lab) -> None:
     """One of four choices was stopped by the client. After the replica's death the other three resume one by one."""
-    model_dir, sampling = checkpoint("llama"), replace(_SAMPLED, seed=7, num_logprobs=None)
+    model_dir, sampling = lab.checkpoint("llama"), replace(_SAMPLED, seed=7, num_logprobs=None)
     seeds = [replace(sampling, seed=choice_seed(7, choice)) for choice in range(4)]
-    expected = [[t.token_id for t in tokens] for tokens in reference(model_dir, [_PROMPTS[1]] * 4, seeds)]
+    expected = lab.reference.ids(model_dir, [_PROMPTS[1]] * 4, seeds)
     request = SequenceRequest(
         id="r", token_ids=tuple(_PROMPTS[1]), num_prompt_tokens=33, sampling=sampling, choices=(0, 1, 2, 3)
     )
     tokens: dict[int, list[int]] = {choice: [] for choice in range(4)}
-    async with local_cluster(model_dir, redis_url, processes=True, **exact_tree(1, 0)) as cluster:
+    async with lab.own(model_dir, processes=True, **exact_tree(1, 0)) as cluster:
         await cluster.add(Role.DECODE, _DECODE_EVENTS["it streams"])
         await cluster.add(Role.DECODE)
         async with asyncio.timeout(WITHIN_S), cluster.core.start(request) as generation:
@@ -163,14 +153,11 @@ async def test_choices_that_have_ended_stay_ended(checkpoint: Checkpoint, refere
         assert [tokens[choice] for choice in (0, 1, 3)] == [expected[choice] for choice in (0, 1, 3)]
         assert tokens[2] == expected[2][: len(tokens[2])] and len(tokens[2]) < 10
         assert generation.route.migrations == 3
-        await cluster.idle()
 
 
-async def test_a_request_that_kills_every_replica_is_given_up(
-    checkpoint: Checkpoint, redis_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_request_that_kills_every_replica_is_given_up(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relay, "_BACKOFF_S", 0.002)  # a tenth: five pauses take 7 s
-    async with local_cluster(checkpoint("llama"), redis_url, processes=True, **exact_tree(1, 0)) as cluster:
+    async with lab.own(lab.checkpoint("llama"), processes=True, **exact_tree(1, 0)) as cluster:
         for _ in range(6):  # one more than attempts
             await cluster.add(Role.DECODE, _DECODE_EVENTS["the KV has landed"])
         # Each attempt yields the prefill replica's token, but counts as failed. A broken link may be reported first.

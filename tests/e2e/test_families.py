@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,14 +15,13 @@ from engine.config import GIB, EngineConfig
 from engine.timing.pace import Pace
 from router.routing.plain_policies import RoundRobin
 from router.routing.policy import Option
-from tests.e2e.conftest import Checkpoint, Reference, exact_tree
-from tests.e2e.test_pull import FakePolicy
+from tests.e2e.conftest import Lab, exact_tree
 from tests.engine.model.test_models import FAMILIES
 from tests.engine.steps import prompts
 from tests.support.ceiling import Ceiling
-from tests.support.local_cluster import LocalCluster, local_cluster, moved
+from tests.support.fake_policy import FakePolicy
+from tests.support.local_cluster import LocalCluster, moved
 from tests.support.rank_in_process import Fault
-from tests.support.waiting import WITHIN_S
 
 _GREEDY = Sampling(max_tokens=24, temperature=0.0)
 _SAMPLINGS = [_GREEDY, Sampling(max_tokens=24, temperature=1.0, seed=3)] * 3
@@ -50,18 +48,16 @@ _SLOW = (
 class World:
     """One model, and the answers of a single process."""
 
+    lab: Lab
     model_dir: Path
-    reference: Reference
-    redis_url: str
     tmp_path: Path
     monkeypatch: pytest.MonkeyPatch
 
     def cluster(self, tree: dict[str, Any], **options: Any) -> Any:
-        return local_cluster(self.model_dir, self.redis_url, **options, **tree)
+        return self.lab.own(self.model_dir, **options, **tree)
 
     def expected(self, inputs: list[list[int]], samplings: Any = _GREEDY, **engine: Any) -> list[list[int]]:
-        found = self.reference(self.model_dir, inputs, samplings, **engine)
-        return [[token.token_id for token in tokens] for tokens in found]
+        return self.lab.reference.ids(self.model_dir, inputs, samplings, **engine)
 
     def gib_of_blocks(self, number: float) -> float:
         """Return the size of a pool, or of a tier, for so many blocks of this model in float32."""
@@ -70,12 +66,7 @@ class World:
 
 
 async def _ask(cluster: LocalCluster) -> list[list[int]]:
-    asked = [
-        cluster.generate(prompt, sampling, id=str(i))
-        for i, (prompt, sampling) in enumerate(zip(_PROMPTS, _SAMPLINGS, strict=True))
-    ]
-    async with asyncio.timeout(WITHIN_S):
-        return [answer.ids for answer in await asyncio.gather(*asked)]
+    return [answer.ids for answer in await cluster.generate_all(_PROMPTS, _SAMPLINGS)]
 
 
 async def _shipped(world: World, tree: dict[str, Any], **engine: Any) -> None:
@@ -84,7 +75,6 @@ async def _shipped(world: World, tree: dict[str, Any], **engine: Any) -> None:
     async with world.cluster(tree) as cluster:
         assert await _ask(cluster) == expected
         assert await _ask(cluster) == expected
-        await cluster.idle()
 
 
 async def one_pair(world: World) -> None:
@@ -92,21 +82,16 @@ async def one_pair(world: World) -> None:
 
 
 async def two_ranks_to_one(world: World) -> None:
-    tree = exact_tree(1, 1)
-    tree["prefill"]["tensor_parallel"] = 2
-    await _shipped(world, tree)
+    await _shipped(world, exact_tree(1, 1, tp=(2, 1)))
 
 
 async def two_pairs_of_one_rank_to_four(world: World) -> None:
-    tree = exact_tree(2, 2)
-    tree["decode"]["tensor_parallel"] = 4
-    await _shipped(world, tree)
+    await _shipped(world, exact_tree(2, 2, tp=(1, 4)))
 
 
 async def one_process(world: World) -> None:
     """The decode replica computes the prompts, too."""
-    tree = exact_tree(0, 1)
-    await _shipped(world, tree)
+    await _shipped(world, exact_tree(0, 1))
 
 
 async def eight_bits(world: World) -> None:
@@ -133,7 +118,6 @@ async def fetched_prefix(world: World) -> None:
         answers = [await cluster.generate(each, _GREEDY) for each in (prompt, longer)]
         assert [answer.ids for answer in answers] == world.expected([prompt, longer])
         assert answers[1].route.fetched_tokens == 64
-        await cluster.idle()
 
 
 async def loaded_from_tiers(world: World) -> None:
@@ -147,9 +131,8 @@ async def loaded_from_tiers(world: World) -> None:
         assert [(await cluster.generate(prompt, sampling)).ids for prompt in inputs] == expected
         again = await cluster.generate(inputs[0], sampling)
         assert (again.ids, again.route.cached_tokens) == (expected[0], 96)
-        totals = cluster.seen(cluster.pools[Role.PREFILL][0]).status.totals
         await cluster.idle()
-        assert totals.tier_losses == 0
+        assert cluster.totals(Role.PREFILL).tier_losses == 0
 
 
 async def preempted(world: World) -> None:
@@ -159,11 +142,9 @@ async def preempted(world: World) -> None:
     expected = world.expected(inputs, sampling)
     async with world.cluster(tree) as cluster:
         cluster.core.reservations.finished([1] * 200)  # so short have answers been until now
-        answers = await asyncio.gather(*(cluster.generate(p, sampling, id=str(i)) for i, p in enumerate(inputs)))
+        answers = await cluster.generate_all(inputs, sampling)
         assert [answer.ids for answer in answers] == expected
-        decode = next(replica for replica in cluster.replicas if replica.id.startswith("decode"))
-        await cluster.until(lambda: decode.status.totals.preemptions > 0)
-        await cluster.idle()
+        await cluster.until(lambda: cluster.totals(Role.DECODE).preemptions)
 
 
 async def migrated(world: World) -> None:
@@ -182,7 +163,6 @@ async def switched_roles(world: World) -> None:
         await cluster.switch(decode)
         await cluster.switch(prefill)
         assert await _ask(cluster) == expected
-        await cluster.idle()
 
 
 async def lost_prefill_replica(world: World) -> None:
@@ -194,15 +174,13 @@ async def lost_decode_replica(world: World) -> None:
 
 
 async def _killed(world: World, role: Role, fault: Fault) -> None:
-    others = {Role.PREFILL: 1, Role.DECODE: 1} | {role: 0}
-    tree = exact_tree(others[Role.PREFILL], others[Role.DECODE])
+    tree = exact_tree(int(role is Role.DECODE), int(role is Role.PREFILL))
     expected = world.expected(_PROMPTS, _SAMPLINGS)
     async with world.cluster(tree, processes=True) as cluster:
         doomed = await cluster.add(role, fault)
         await cluster.add(role)
         assert await _ask(cluster) == expected
         assert doomed.has_been_hit, "the fault never happened"
-        await cluster.idle()
 
 
 _QUICK_PATHS = (two_ranks_to_one, fetched_prefix, migrated)
@@ -228,15 +206,9 @@ def _cases() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("family", "path"), list(_cases()))
 async def test_tokens_equal_one_process(
-    family: str,
-    path: Callable[[World], Awaitable[None]],
-    checkpoint: Checkpoint,
-    reference: Reference,
-    redis_url: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    family: str, path: Callable[[World], Awaitable[None]], lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     architecture, changes = FAMILIES[family]
     # Weights large enough that a wrong state changes the tokens.
-    model_dir = checkpoint(architecture, **(changes | {"initializer_range": 0.3}))
-    await path(World(model_dir, reference, redis_url, tmp_path, monkeypatch))
+    model_dir = lab.checkpoint(architecture, **(changes | {"initializer_range": 0.3}))
+    await path(World(lab, model_dir, tmp_path, monkeypatch))

@@ -1,9 +1,8 @@
-"""Every family behind the HTTP endpoint of a disaggregated deployment, compared with transformers."""
+"""Families behind the HTTP endpoint of a deployment: the numbers of transformers, also from Mistral's own format."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +11,20 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from core.process.ports import free_port
-from frontend.service import RouterService
-from tests.e2e.conftest import Checkpoint, exact_tree
+from core.model.source import resolve
+from core.types.request import Sampling
+from frontend.chat.chat_template import ChatTemplate
+from frontend.chat.template_files import find_chat_template
+from frontend.text.tokenizer import Tokenizer
+from tests.core.model.test_tokenizer_formats import write_tekken
+from tests.e2e.conftest import Lab, exact_tree
+from tests.engine.mistral_files import write_mistral
 from tests.engine.model.test_models import FAMILIES
 from tests.engine.steps import prompts
-from tests.engine.tiny_models import random_model, reference_logits, tiny_config
-from tests.support.identities import router
-from tests.support.local_cluster import local_cluster
+from tests.engine.tiny_models import YARN, random_model, reference_logits, tiny_config
 from tests.support.plain_http import http_client
+from tests.support.router_service import http_url, router_service
 from tests.support.sdk_clients import openai_client
-from tests.support.waiting import becomes
 
 _WITHIN = 1e-3
 _NUM_TOP = 5
@@ -34,6 +36,10 @@ _LONGER = _PROMPTS[-1] + _PROMPTS[-2]
 _QUICK = ("gemma4", "gpt_oss", "deepseek_v3")
 
 
+_ROPE = YARN | {"llama_4_scaling_beta": 0.1, "attention_factor": 1.0}
+_MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Where does the sun rise?"}]
+
+
 def _cases() -> Iterator[Any]:
     for family in FAMILIES:
         for ranks in (1, 2):
@@ -42,15 +48,16 @@ def _cases() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("family", "ranks"), list(_cases()))
-async def test_logprobs_and_greedy_tokens_equal_transformers(
-    family: str, ranks: int, checkpoint: Checkpoint, redis_url: str
-) -> None:
+async def test_logprobs_and_greedy_tokens_equal_transformers(family: str, ranks: int, lab: Lab) -> None:
     """ranks: of the prefill replica."""
     architecture, changes = FAMILIES[family]
     model = random_model(tiny_config(architecture, **changes))
-    tree = exact_tree(1, 1)
-    tree["prefill"]["tensor_parallel"] = ranks
-    async with _served(checkpoint(architecture, **changes), redis_url, tree) as url:
+    tree = exact_tree(1, 1, tp=(ranks, 1))
+    async with (
+        lab.own(lab.checkpoint(architecture, **changes), **tree) as cluster,
+        router_service(cluster, model={"served_name": "tiny"}) as service,
+    ):
+        url = http_url(service)
         async with http_client(base_url=url, timeout=60) as http:
             # All prompts of one batch, then a prompt whose first blocks are cached, with and without its scores.
             for asked, echo in ((_PROMPTS, True), ([_LONGER], True), ([_LONGER], False)):
@@ -101,17 +108,27 @@ def _id(token: str) -> int:
     return int(token.strip("<>"))
 
 
-@asynccontextmanager
-async def _served(model_dir: Path, redis_url: str, tree: dict[str, Any]) -> AsyncIterator[str]:
-    """Yield the URL of a deployment's HTTP endpoint."""
-    tree["model"] |= {"served_name": "tiny"}
-    tree["router"] |= {"grpc_port": free_port(), "http_port": free_port()}
-    async with local_cluster(model_dir, redis_url, **tree) as cluster:
-        identity = cluster.identity(router("router-1"))
-        service = await RouterService.open(cluster.spec, credentials=cluster.credentials, identity=identity)
-        try:
-            await becomes(lambda: all(service.health().values()))
-            yield "http://{}:{}".format(*service.http_address)
-        finally:
-            await service.close()
-        await cluster.idle()
+@pytest.mark.timeout(180)
+async def test_chat_with_a_model_in_mistrals_own_format(tmp_path: Path, lab: Lab) -> None:
+    own, theirs = tmp_path / "own", tmp_path / "transformers"
+    ranks = {bytes([i]): i for i in range(256)}
+    vocab_size = Tokenizer(write_tekken(own, ranks)).vocab_size
+    model = random_model(tiny_config("ministral3", vocab_size=vocab_size, rope_parameters=_ROPE))
+    write_mistral(own, model, num_parts=2)
+    model.save_pretrained(write_tekken(theirs, ranks))
+    assert resolve(str(own)) == own
+
+    tokenizer = Tokenizer(own)
+    template = ChatTemplate(find_chat_template(own), special_tokens=tokenizer.special_tokens)
+    prompt = tokenizer.encode(template.render(_MESSAGES), add_special_tokens=False)
+    sampling = Sampling(max_tokens=12, temperature=0.0, stop_token_ids=tuple(tokenizer.eos_token_ids))
+    expected = lab.reference.ids(theirs, [prompt], sampling)[0]
+
+    async with lab.own(own, **exact_tree(1, 1)) as cluster, router_service(cluster) as service:
+        async with http_client(base_url=http_url(service), timeout=60) as client:
+            asked = {"model": "own", "messages": _MESSAGES, "max_tokens": 12, "temperature": 0}
+            asked["return_token_ids"] = True
+            answer = (await client.post("/v1/chat/completions", json=asked)).json()
+    (choice,) = answer["choices"]
+    assert answer["prompt_token_ids"] == prompt
+    assert choice["token_ids"] == expected, "as of the same model in transformers' format"

@@ -12,17 +12,15 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 
-from core.identity.process_name import ProcessName
-from core.process.ports import free_port
 from core.rpc import inference_pb2 as pb
 from core.rpc.inference_pb2_grpc import InferenceStub
 from frontend.openai.types import TextBody
-from frontend.service import RouterService
+from tests.e2e.conftest import Lab
 from tests.frontend.http.both_doors import BothDoors
 from tests.frontend.http.fuzzed_requests import grpc_requests, json_bodies
-from tests.support.local_cluster import LocalCluster, local_cluster
+from tests.support.local_cluster import LocalCluster
 from tests.support.plain_http import http_client
-from tests.support.waiting import becomes
+from tests.support.router_service import http_url, router_service
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -31,32 +29,25 @@ _TEXT = json_bodies(TextBody.model_fields, input_field="prompt")
 
 
 @asynccontextmanager
-async def _open(model: Path, redis_url: str) -> AsyncIterator[tuple[LocalCluster, httpx.AsyncClient, InferenceStub]]:
+async def _open(model: Path, lab: Lab) -> AsyncIterator[tuple[LocalCluster, httpx.AsyncClient, InferenceStub]]:
     tree = {
         "model": {"dtype": "float32", "max_context": 64},
         "kv": {"wire_dtype": "raw"},
         "decode": {"max_running": 8},
-        "router": {"grpc_port": free_port(), "http_port": free_port()},
     }
-    async with local_cluster(model, redis_url, **tree) as cluster:
-        service = await RouterService.open(
-            cluster.spec,
-            credentials=cluster.credentials,
-            identity=cluster.identity(ProcessName.of_router(cluster.spec.name, "router-1")),
-        )
-        await becomes(lambda: all(service.health().values()))
-        async with (
-            http_client(base_url="http://{}:{}".format(*service.http_address)) as http,
-            grpc.aio.insecure_channel(f"127.0.0.1:{service.grpc_port}") as channel,
-        ):
-            yield cluster, http, InferenceStub(channel)
-        await service.close()
+    async with (
+        lab.own(model, **tree) as cluster,
+        router_service(cluster) as service,
+        http_client(base_url=http_url(service)) as http,
+        grpc.aio.insecure_channel(f"127.0.0.1:{service.grpc_port}") as channel,
+    ):
+        yield cluster, http, InferenceStub(channel)
 
 
 @pytest.fixture(scope="module")
-def endpoints(smollm2_dir: Path, redis_url: str) -> Iterator[BothDoors]:
+def endpoints(smollm2_dir: Path, lab: Lab) -> Iterator[BothDoors]:
     with asyncio.Runner() as runner:
-        opened = _open(smollm2_dir, redis_url)
+        opened = _open(smollm2_dir, lab)
         cluster, http, stub = runner.run(opened.__aenter__())
         yield BothDoors(runner, http, stub)
         assert all(replica.is_alive for pool in cluster.pools.values() for replica in pool)

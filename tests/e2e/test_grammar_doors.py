@@ -15,14 +15,11 @@ from jsonschema import Draft202012Validator
 from openai import AsyncOpenAI
 from pydantic import BaseModel
 
-from core.process.ports import free_port
 from core.rpc import inference_pb2 as pb
 from core.rpc import inference_pb2_grpc as rpc
-from frontend.service import RouterService
-from tests.support.identities import router
-from tests.support.local_cluster import local_cluster
+from tests.e2e.conftest import Lab, smollm2_tree
+from tests.support.router_service import http_url, router_service
 from tests.support.sdk_clients import openai_client
-from tests.support.waiting import becomes
 
 _ASKED: dict[str, Any] = {
     "model": "smollm2",
@@ -61,24 +58,14 @@ class City(BaseModel):
 
 
 @pytest.mark.timeout(180)
-async def test_answers_follow_the_requested_format_on_both_endpoints(smollm2_dir: Path, redis_url: str) -> None:
-    model = {"served_name": "smollm2"}
-    tree = {"model": model, "router": {"grpc_port": free_port(), "http_port": free_port()}}
-    async with local_cluster(smollm2_dir, redis_url, **tree) as cluster:
-        identity = cluster.identity(router("router-1"))
-        service = await RouterService.open(cluster.spec, credentials=cluster.credentials, identity=identity)
-        try:
-            await becomes(lambda: all(service.health().values()))
-            url = "http://{}:{}/v1".format(*service.http_address)
-            async with openai_client(base_url=url, api_key="none") as client:
-                await _check_formats(client)
-                await _check_structured(client)
-                await _check_structural_tags(client)
-                await _check_refusals(client)
-            await _check_grpc(service.grpc_port)
-        finally:
-            await service.close()
-        await cluster.idle()
+async def test_answers_follow_the_requested_format_on_both_endpoints(smollm2_dir: Path, lab: Lab) -> None:
+    async with lab.shared(smollm2_dir, **smollm2_tree()) as cluster, router_service(cluster) as service:
+        async with openai_client(base_url=f"{http_url(service)}/v1", api_key="none") as client:
+            await _check_formats(client)
+            await _check_structured(client)
+            await _check_structural_tags(client)
+            await _check_refusals(client)
+        await _check_grpc(service.grpc_port)
 
 
 async def _check_formats(client: AsyncOpenAI) -> None:

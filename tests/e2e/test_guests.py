@@ -11,11 +11,11 @@ import pytest
 
 from core.types.request import Role, Sampling
 from router.routing import chooser
-from tests.e2e.conftest import Checkpoint, Reference
+from tests.e2e.conftest import Lab, Reference, exact_tree, on_device
 from tests.engine.steps import prompts
 from tests.support.ceiling import Ceiling
 from tests.support.grids import quick
-from tests.support.local_cluster import Answer, LocalCluster, LocalReplica, local_cluster
+from tests.support.local_cluster import Answer, LocalCluster, LocalReplica
 from tests.support.rank_in_process import shared_ceiling
 
 _GREEDY = Sampling(max_tokens=40, temperature=0.0)
@@ -23,22 +23,11 @@ _SAMPLED = Sampling(max_tokens=40, temperature=1.0, top_p=0.9, seed=7)
 _PLACES = 2  # slots of a decode replica, and for local decodes of a prefill replica
 
 
-def _tree(*, tp: int = 1, local_decodes: int = _PLACES) -> dict[str, Any]:
-    pool = {"kv_memory_gib": 0.01, "tensor_parallel": tp}
-    return {
-        "model": {"dtype": "float32"},
-        "kv": {"wire_dtype": "raw"},
-        "prefill": {
-            **pool,
-            "replicas": 2,
-            "max_batch_tokens": 32,
-            "max_running": 2 * local_decodes,
-            "answer_share": 0.5,
-            "answer_overflow": True,
-        },
-        "decode": {**pool, "replicas": 1, "max_running": _PLACES},
-        "router": {"max_local_prefill": 0},
-    }
+def _tree(prefill: int, decode: int, *, tp: int = 1, local_decodes: int = _PLACES) -> dict[str, Any]:
+    tree = exact_tree(prefill, decode, tp=(tp, tp))
+    tree["prefill"] |= {"max_running": 2 * local_decodes, "answer_share": 0.5, "answer_overflow": True}
+    tree["decode"] |= {"max_running": _PLACES}
+    return tree
 
 
 @pytest.fixture(autouse=True)
@@ -55,8 +44,8 @@ class Load:
         self._cluster = cluster
         self._prompts = prompts(*(33 + i for i in numbers))
         self._samplings = [(_GREEDY, _SAMPLED)[i % 2] for i in numbers]
-        reference_tokens = reference(Path(cluster.spec.model.source), self._prompts, self._samplings)
-        self.expected = [[token.token_id for token in tokens] for tokens in reference_tokens]
+        model_dir, device = Path(cluster.spec.model.source), "cuda" if cluster.spec.decode.resources.gpus else "cpu"
+        self.expected = reference.ids(model_dir, self._prompts, self._samplings, device=device)
         self.running: list[asyncio.Task[Answer]] = []
 
     def ask(self, number: int) -> None:
@@ -79,12 +68,12 @@ async def _begun(cluster: LocalCluster, replica: LocalReplica, number: int, *, m
 
 @pytest.mark.parametrize("tp", quick([1, 2], [1]))
 async def test_what_a_full_decode_pool_has_no_room_for_is_answered_beside_prompts_and_moves_where_its_replica_leaves(
-    checkpoint: Checkpoint, reference: Reference, redis_url: str, monkeypatch: pytest.MonkeyPatch, tp: int
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, tp: int
 ) -> None:
     running_on = Ceiling(20)
     running_on.arm(monkeypatch.setattr)
-    async with local_cluster(checkpoint("llama"), redis_url, **_tree(tp=tp)) as cluster:
-        load = Load(cluster, range(8), reference)
+    async with lab.own(lab.checkpoint("llama"), **_tree(2, 1, tp=tp)) as cluster:
+        load = Load(cluster, range(8), lab.reference)
         leaving, staying = cluster.pools[Role.PREFILL]
         [full] = cluster.pools[Role.DECODE]
         load.ask(_PLACES)
@@ -105,20 +94,15 @@ async def test_what_a_full_decode_pool_has_no_room_for_is_answered_beside_prompt
         homes = [answer.route.decode_replica for answer in answers]
         assert sorted(homes) == sorted([full.id, staying.id, empty.id, successor.id] * 2)
         assert {answer.route.attempts for answer in answers} == {1} and answers[-1].route.prefill_replica == staying.id
-        await cluster.idle()
 
 
 @pytest.mark.slow
-async def test_local_decodes_and_decodes_of_the_last_replica_resume_after_kills(
-    checkpoint: Checkpoint, reference: Reference, redis_url: str
-) -> None:
+async def test_local_decodes_and_decodes_of_the_last_replica_resume_after_kills(lab: Lab) -> None:
     """A prefill replica with local decodes dies, then the only decode replica; one prefill replica is left."""
     running_on = shared_ceiling(20)
-    tree = _tree(local_decodes=2 * _PLACES)
-    for pool in ("prefill", "decode"):
-        tree[pool]["replicas"] = 0
-    async with local_cluster(checkpoint("llama"), redis_url, processes=True, **tree) as cluster:
-        load = Load(cluster, range(2 * _PLACES), reference)
+    tree = _tree(0, 0, local_decodes=2 * _PLACES)
+    async with lab.own(lab.checkpoint("llama"), processes=True, **tree) as cluster:
+        load = Load(cluster, range(2 * _PLACES), lab.reference)
         starting = [cluster.add(role, ceiling=running_on) for role in (Role.PREFILL, Role.DECODE)]
         doomed, decode = await asyncio.gather(*starting)
         load.ask(_PLACES)
@@ -134,4 +118,25 @@ async def test_local_decodes_and_decodes_of_the_last_replica_resume_after_kills(
         assert [answer.ids for answer in answers] == load.expected
         assert {answer.route.migrations for answer in answers} == {1}
         assert {answer.route.decode_replica for answer in answers} == {left.id}
-        await cluster.idle()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("leaves", [False, True], ids=["they stay", "they move"])
+async def test_local_decodes_on_a_gpu(lab: Lab, leaves: bool) -> None:
+    """leaves: the prefill replica becomes a decode replica, and its guests another one's."""
+    running_on, tree = shared_ceiling(20), on_device("cuda", _tree(0, 0))
+    async with lab.own(lab.checkpoint("llama"), processes=True, **tree) as cluster:
+        load = Load(cluster, range(2 * _PLACES), lab.reference)
+        adding = (cluster.add(role, ceiling=running_on) for role in (Role.PREFILL, Role.DECODE))
+        home, decode = await asyncio.gather(*adding)
+        load.ask(_PLACES)
+        await cluster.until(lambda: cluster.seen(decode).status.running == _PLACES)
+        load.ask(_PLACES)
+        await cluster.until(lambda: cluster.seen(home).status.local_decodes.running == _PLACES)
+        if leaves:
+            leaving, home = home, await cluster.add(Role.DECODE, ceiling=running_on)
+            await cluster.switch(leaving)
+        running_on.lift()
+        answers = await load.answers()
+        assert [answer.ids for answer in answers] == load.expected
+        assert [answer.route.decode_replica for answer in answers] == [decode.id] * _PLACES + [home.id] * _PLACES

@@ -18,17 +18,16 @@ from engine.scheduler.sequence import Sequence
 from engine.spec_decode.proposer import ModelProposer, Proposal
 from engine.spec_decode.speculation import Speculation
 from router.routing.policy import Option
-from tests.e2e.conftest import Checkpoint, Reference, exact_tree
-from tests.e2e.test_pull import FakePolicy
+from tests.e2e.conftest import Checkpoint, Lab, exact_tree
 from tests.engine.spec_decode.heads.eagle1_files import eagle1_reference, write_eagle1
 from tests.engine.spec_decode.heads.head_files import eagle_reference, medusa_reference, write_eagle, write_medusa
 from tests.engine.spec_decode.heads.mtp_files import write_mtp
 from tests.engine.steps import prompts
 from tests.engine.tiny_models import LATENT
 from tests.support.ceiling import Ceiling
+from tests.support.fake_policy import FakePolicy
 from tests.support.grids import quick
-from tests.support.local_cluster import LocalCluster, local_cluster, moved
-from tests.support.waiting import WITHIN_S
+from tests.support.local_cluster import moved
 
 _NUM_TOKENS = 3
 _GREEDY = Sampling(max_tokens=20, temperature=0.0)
@@ -115,10 +114,7 @@ def _tree(
     """Return the spec. tp: ranks of a prefill and of a decode replica."""
     method = "eagle" if kind == "eagle1" else kind
     speculation = {"method": method, "model": None if kind == "mtp" else str(directory), "max_tokens": _NUM_TOKENS}
-    tree = exact_tree(prefill, decode) | {"speculation": speculation}
-    for role, num_ranks in zip(("prefill", "decode"), tp, strict=True):
-        tree[role] |= {"tensor_parallel": num_ranks}
-    return tree
+    return exact_tree(prefill, decode, tp=tp) | {"speculation": speculation}
 
 
 def _served(kind: str, checkpoint: Checkpoint, directory: Path) -> Path:
@@ -140,72 +136,45 @@ async def _check(drafts: list[tuple[list[int], list[int]]], guesses: Guesses, *,
     drafts.clear()
 
 
-async def _ask(cluster: LocalCluster, expected: list[list[int]], sampling: Sampling) -> None:
-    async with asyncio.timeout(WITHIN_S):
-        found = await asyncio.gather(
-            *(cluster.generate(prompt, sampling, id=str(i)) for i, prompt in enumerate(_PROMPTS))
-        )
-    assert [answer.ids for answer in found] == expected
-
-
-def _expected(reference: Reference, model_dir: Path, sampling: Sampling) -> list[list[int]]:
-    return [[token.token_id for token in tokens] for tokens in reference(model_dir, _PROMPTS, sampling)]
-
-
 @pytest.mark.parametrize(("kind", "tp"), _HANDED_OVER)
 async def test_after_a_handoff_and_a_cache_hit(
-    kind: str,
-    tp: tuple[int, int],
-    checkpoint: Checkpoint,
-    reference: Reference,
-    redis_url: str,
-    tmp_path: Path,
-    drafts: list[Any],
+    kind: str, tp: tuple[int, int], lab: Lab, tmp_path: Path, drafts: list[Any]
 ) -> None:
-    guesses = _heads(kind, checkpoint("llama"), tmp_path)
-    model_dir = _served(kind, checkpoint, tmp_path)
-    async with local_cluster(model_dir, redis_url, **_tree(kind, tmp_path, tp=tp)) as cluster:
-        await _ask(cluster, _expected(reference, model_dir, _SAMPLED), _SAMPLED)
-        expected = _expected(reference, model_dir, _GREEDY)
+    guesses = _heads(kind, lab.checkpoint("llama"), tmp_path)
+    model_dir = _served(kind, lab.checkpoint, tmp_path)
+    async with lab.own(model_dir, **_tree(kind, tmp_path, tp=tp)) as cluster:
+        answers = await cluster.generate_all(_PROMPTS, _SAMPLED)
+        assert [answer.ids for answer in answers] == lab.reference.ids(model_dir, _PROMPTS, _SAMPLED)
         for _ in range(2):  # the second time, the prefix is cached
-            await _ask(cluster, expected, _GREEDY)
+            answers = await cluster.generate_all(_PROMPTS, _GREEDY)
+            assert [answer.ids for answer in answers] == lab.reference.ids(model_dir, _PROMPTS, _GREEDY)
             firsts = {tuple(tokens) for tokens, _ in drafts if tokens[:-1] in _PROMPTS}
             assert len(firsts) == len(_PROMPTS), "a first step had no draft"
             await _check(drafts, guesses, least=60)
-        await cluster.idle()
 
 
 @pytest.mark.parametrize(("kind", "tp"), _ON_RANKS)
 async def test_after_a_move(
-    kind: str,
-    tp: tuple[int, int],
-    checkpoint: Checkpoint,
-    reference: Reference,
-    redis_url: str,
-    tmp_path: Path,
-    drafts: list[Any],
-    monkeypatch: pytest.MonkeyPatch,
+    kind: str, tp: tuple[int, int], lab: Lab, tmp_path: Path, drafts: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    guesses = _heads(kind, checkpoint("llama"), tmp_path)
-    model_dir = _served(kind, checkpoint, tmp_path)
-    async with local_cluster(model_dir, redis_url, **_tree(kind, tmp_path, tp=tp)) as cluster:
+    guesses = _heads(kind, lab.checkpoint("llama"), tmp_path)
+    model_dir = _served(kind, lab.checkpoint, tmp_path)
+    async with lab.own(model_dir, **_tree(kind, tmp_path, tp=tp)) as cluster:
         ceiling = Ceiling(9)
         ceiling.arm(monkeypatch.setattr)
         answer = await moved(cluster, cluster.generate(_PROMPTS[0], _GREEDY), ceiling)
-        assert answer.ids == _expected(reference, model_dir, _GREEDY)[0]
+        assert answer.ids == lab.reference.ids(model_dir, _PROMPTS, _GREEDY)[0]
         await _check(drafts, guesses, least=15)
 
 
 @pytest.mark.parametrize(("kind", "tp"), _ON_RANKS)
-async def test_after_a_pull(
-    kind: str, tp: tuple[int, int], checkpoint: Checkpoint, redis_url: str, tmp_path: Path, drafts: list[Any]
-) -> None:
+async def test_after_a_pull(kind: str, tp: tuple[int, int], lab: Lab, tmp_path: Path, drafts: list[Any]) -> None:
     """The fetching replica is a prefill replica that ships on, or a decode replica that computes the prompt."""
-    guesses = _heads(kind, checkpoint("llama"), tmp_path)
-    model_dir, policy = _served(kind, checkpoint, tmp_path), FakePolicy()
+    guesses = _heads(kind, lab.checkpoint("llama"), tmp_path)
+    model_dir, policy = _served(kind, lab.checkpoint, tmp_path), FakePolicy()
     first = prompts(70)[0]
     tree = _tree(kind, tmp_path, prefill=2, decode=2, tp=tp)
-    async with local_cluster(model_dir, redis_url, policy=policy, **tree) as cluster:
+    async with lab.own(model_dir, policy=policy, **tree) as cluster:
         for prompt, prefill, source, decode in (
             (first, "prefill-0", None, "decode-2"),
             (first + prompts(30)[0], "prefill-1", "prefill-0", "decode-2"),
@@ -216,25 +185,21 @@ async def test_after_a_pull(
             answer = await cluster.generate(prompt, _GREEDY)
             assert answer.route.fetched_tokens == fetch
             await _check(drafts, guesses, least=10)
-        await cluster.idle()
 
 
 @pytest.mark.parametrize("kind", _CHAINED)
-async def test_after_a_lower_tier(
-    kind: str, checkpoint: Checkpoint, redis_url: str, tmp_path: Path, drafts: list[Any]
-) -> None:
+async def test_after_a_lower_tier(kind: str, lab: Lab, tmp_path: Path, drafts: list[Any]) -> None:
     """The decode replica computes prompts itself."""
-    guesses = _heads(kind, checkpoint("llama"), tmp_path)
-    model_dir, block = _served(kind, checkpoint, tmp_path), _BLOCKS[kind]
+    guesses = _heads(kind, lab.checkpoint("llama"), tmp_path)
+    model_dir, block = _served(kind, lab.checkpoint, tmp_path), _BLOCKS[kind]
     tree = _tree(kind, tmp_path)
     beside = 64 * (4 * 48 * 4) / 2**30 + 64 * _SPARES[kind]  # for 64 rows: features of four steps, and a spare block
     tree["decode"] |= {"kv_memory_gib": 14.1 * block + beside, "kv_host_gib": 60 * block}
     tree["router"] |= {"max_local_prefill": 1000}
     longer = prompts(100, 100, 100)
-    async with local_cluster(model_dir, redis_url, **tree) as cluster:
+    async with lab.own(model_dir, **tree) as cluster:
         for prompt in (*longer, longer[0]):
             await cluster.generate(prompt, _GREEDY)
         await _check(drafts, guesses, least=60)
         await cluster.idle()
-        totals = cluster.seen(cluster.pools[Role.DECODE][0]).status.totals
-        assert totals.host_hit_tokens == 96
+        assert cluster.totals(Role.DECODE).host_hit_tokens == 96

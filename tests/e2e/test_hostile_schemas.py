@@ -15,14 +15,12 @@ import httpx
 import pytest
 
 from core.grammar.compiler import CompiledGrammar, GrammarCompiler
-from core.process.ports import free_port
 from core.types.constraints import Grammar
-from frontend.service import RouterService
+from tests.e2e.conftest import Lab
 from tests.support.hostile_schemas import hostile_schemas
-from tests.support.identities import router
-from tests.support.local_cluster import beside, local_cluster
 from tests.support.plain_http import http_client
-from tests.support.waiting import WITHIN_S, becomes
+from tests.support.router_service import http_url, router_service
+from tests.support.waiting import WITHIN_S, becomes, beside
 
 _CHAT = {"model": "smollm2", "messages": [{"role": "user", "content": "Tell me a tale."}], "temperature": 0}
 _FORM = '"response_format": {"type": "json_schema", "json_schema": {"name": "s", "strict": true, "schema": '
@@ -59,29 +57,20 @@ class _Stream:
 
 
 @asynccontextmanager
-async def _endpoint(model_dir: Path, redis_url: str) -> AsyncIterator[httpx.AsyncClient]:
-    tree = {
-        "model": {"served_name": "smollm2"},
-        "prefill": {"kv_memory_gib": 0.25},
-        "decode": {"kv_memory_gib": 0.25},
-        "router": {"grpc_port": free_port(), "http_port": free_port()},
-    }
-    async with local_cluster(model_dir, redis_url, processes=True, **tree) as cluster:
-        identity = cluster.identity(router("router-1"))
-        service = await RouterService.open(cluster.spec, credentials=cluster.credentials, identity=identity)
-        try:
-            await becomes(lambda: all(service.health().values()))
-            url = "http://{}:{}/v1".format(*service.http_address)
-            async with http_client(base_url=url, timeout=WITHIN_S) as client:
-                yield client
-        finally:
-            await service.close()
-        await cluster.idle()
+async def _endpoint(model_dir: Path, lab: Lab) -> AsyncIterator[httpx.AsyncClient]:
+    pool = {"kv_memory_gib": 0.25}
+    tree = {"model": {"served_name": "smollm2"}, "prefill": pool, "decode": pool}
+    async with (
+        lab.own(model_dir, processes=True, **tree) as cluster,
+        router_service(cluster) as service,
+        http_client(base_url=f"{http_url(service)}/v1", timeout=WITHIN_S) as client,
+    ):
+        yield client
 
 
 @pytest.mark.timeout(240)
 async def test_streams_continue_while_schemas_are_compiled(
-    smollm2_dir: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+    smollm2_dir: Path, lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each compilation waits until a concurrent stream has received tokens.
 
@@ -94,7 +83,7 @@ async def test_streams_continue_while_schemas_are_compiled(
         compiled.append(grammar.text)
         return compile_it(self, grammar, param=param)
 
-    async with _endpoint(smollm2_dir, redis_url) as client:
+    async with _endpoint(smollm2_dir, lab) as client:
         stream = _Stream(client)
         async with beside(stream.run()):
             await becomes(lambda: stream.times)
@@ -106,9 +95,9 @@ async def test_streams_continue_while_schemas_are_compiled(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-async def test_each_hostile_schema_is_answered_quickly(smollm2_dir: Path, redis_url: str) -> None:
+async def test_each_hostile_schema_is_answered_quickly(smollm2_dir: Path, lab: Lab) -> None:
     took: list[tuple[float, int, str]] = []
-    async with _endpoint(smollm2_dir, redis_url) as client:
+    async with _endpoint(smollm2_dir, lab) as client:
         stream = _Stream(client)
         async with beside(stream.run()):
             await becomes(lambda: len(stream.times) > 50)

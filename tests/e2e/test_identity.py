@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
@@ -19,35 +18,23 @@ from core.wire.channel import open_channel
 from router.serving.grpc_worker import GrpcWorker
 from tests.core.identity.authorities import issue_authority
 from tests.core.wire.every_rpc import METHODS, call, truthful
-from tests.e2e.conftest import Checkpoint, Reference
+from tests.e2e.conftest import Lab, exact_tree
 from tests.engine.steps import prompts
 from tests.support.ceiling import Ceiling
 from tests.support.identities import in_clear, proven, rank, router
-from tests.support.local_cluster import local_cluster
 
 _GREEDY = Sampling(max_tokens=24, temperature=0.0)
 _ROUTER = router()
-# Both roles have two ranks, so that calls within a replica are covered.
-_TREE: dict[str, Any] = {
-    "model": {"dtype": "float32"},
-    "kv": {"wire_dtype": "raw"},
-    "prefill": {"tensor_parallel": 2, "kv_memory_gib": 0.01},
-    "decode": {"tensor_parallel": 2, "kv_memory_gib": 0.01},
-    "router": {"max_local_prefill": 0},
-}
+_TREE = exact_tree(1, 1, tp=(2, 2))  # two ranks each, so that calls within a replica are covered
 
 
-async def test_certificates_are_renewed_under_running_requests(
-    checkpoint: Checkpoint, reference: Reference, redis_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_certificates_are_renewed_under_running_requests(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """Frame streams keep their connections; later calls, transfers and migrations use new ones."""
-    model_dir, [first_prompt, second_prompt] = checkpoint("llama"), prompts(40, 30)
-    expected = [
-        [token.token_id for token in tokens] for tokens in reference(model_dir, [first_prompt, second_prompt], _GREEDY)
-    ]
+    model_dir, [first_prompt, second_prompt] = lab.checkpoint("llama"), prompts(40, 30)
+    expected = lab.reference.ids(model_dir, [first_prompt, second_prompt], _GREEDY)
     running_on = Ceiling(8)
     running_on.arm(monkeypatch.setattr)
-    async with local_cluster(model_dir, redis_url, **_TREE) as cluster:
+    async with lab.own(model_dir, **_TREE) as cluster:
         running = asyncio.create_task(cluster.generate(first_prompt, _GREEDY, id="before"))
         decode = cluster.seen(cluster.pools[Role.DECODE][0])
         await cluster.until(lambda: decode.status.running == 1)
@@ -61,31 +48,22 @@ async def test_certificates_are_renewed_under_running_requests(
         assert [(await answer).ids for answer in later] == [expected[1]] * 3
         fresh = await cluster.add(Role.PREFILL)  # with the renewed credentials, as the others have
         assert cluster.seen(fresh).is_usable
-        await cluster.idle()
 
 
-@pytest.mark.parametrize("tls", ["auto", "off"])
-async def test_only_without_tls_does_a_stranger_get_an_answer(
-    checkpoint: Checkpoint, reference: Reference, redis_url: str, tls: str
-) -> None:
-    model_dir, [first_prompt] = checkpoint("llama"), prompts(40)
-    expected = [token.token_id for token in reference(model_dir, [first_prompt], _GREEDY)[0]]
+async def test_only_without_tls_does_a_stranger_get_an_answer(lab: Lab) -> None:
+    model_dir, inputs = lab.checkpoint("llama"), prompts(40)
     stop = "/cluster.worker.v1.DecodeWorker/Stop"
-    async with local_cluster(model_dir, redis_url, security={"tls": tls}, **_TREE) as cluster:
-        assert (await cluster.generate(first_prompt, _GREEDY)).ids == expected
-        seen = cluster.seen(cluster.pools[Role.DECODE][0])
-        pending_peer = in_clear(router("stranger"))
-        async with open_channel(seen.member.address, peer=rank(seen.id), identity=pending_peer) as channel:
-            message = truthful(stop, pending_peer.name, rank(seen.id))
-            status = await call(channel, stop, message)
-        assert status is (grpc.StatusCode.OK if tls == "off" else grpc.StatusCode.UNAVAILABLE)
+    async with lab.shared(model_dir, security={"tls": "off"}, **_TREE) as cluster:
+        assert [(await cluster.generate(inputs[0], _GREEDY)).ids] == lab.reference.ids(model_dir, inputs, _GREEDY)
+        seen, stranger = cluster.seen(cluster.pools[Role.DECODE][0]), in_clear(router("stranger"))
+        async with open_channel(seen.member.address, peer=rank(seen.id), identity=stranger) as channel:
+            status = await call(channel, stop, truthful(stop, stranger.name, rank(seen.id)))
+        assert status is grpc.StatusCode.OK
 
 
-async def test_a_stranger_gets_nothing_from_any_rank_and_nothing_is_allocated(
-    checkpoint: Checkpoint, redis_url: str
-) -> None:
+async def test_a_stranger_gets_nothing_from_any_rank_and_nothing_is_allocated(lab: Lab) -> None:
     theirs = Authority.create("cluster")
-    async with local_cluster(checkpoint("llama"), redis_url, **_TREE) as cluster:
+    async with lab.shared(lab.checkpoint("llama"), **_TREE) as cluster:
         strangers: dict[str, tuple[Identity, set[grpc.StatusCode]]] = {
             "without a certificate": (in_clear(_ROUTER), {grpc.StatusCode.UNAVAILABLE}),
             "of another deployment": (proven(theirs, _ROUTER), {grpc.StatusCode.UNAVAILABLE}),
@@ -109,14 +87,11 @@ async def test_a_stranger_gets_nothing_from_any_rank_and_nothing_is_allocated(
                                 got = await call(channel, name, truthful(name, _ROUTER, peer))
                                 assert got in statuses, (client, name)
                 assert replica.blocks == before
-        await cluster.idle()
 
 
-async def test_a_router_speaks_to_the_replica_that_it_means_and_to_no_other_at_its_address(
-    checkpoint: Checkpoint, redis_url: str
-) -> None:
+async def test_a_router_speaks_to_the_replica_that_it_means_and_to_no_other_at_its_address(lab: Lab) -> None:
     """A process that changes a member's address in the index, or takes the address over, receives nothing."""
-    async with local_cluster(checkpoint("llama"), redis_url, **_TREE) as cluster:
+    async with lab.shared(lab.checkpoint("llama"), **_TREE) as cluster:
         there = cluster.seen(cluster.pools[Role.DECODE][0])
         for name, is_meant in ((there.id, True), ("decode-99", False)):
             worker = GrpcWorker(replace(there.member, replica=name), identity=cluster.router)
@@ -132,19 +107,17 @@ async def test_a_router_speaks_to_the_replica_that_it_means_and_to_no_other_at_i
 
 
 async def test_an_operators_own_authority_issues_and_is_replaced_under_running_requests(
-    checkpoint: Checkpoint, reference: Reference, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With `security.tls: files`, certificates of an old and a new intermediate of one root work together."""
-    model_dir, [first_prompt, second_prompt] = checkpoint("llama"), prompts(40, 30)
-    expected = [
-        [token.token_id for token in tokens] for tokens in reference(model_dir, [first_prompt, second_prompt], _GREEDY)
-    ]
+    model_dir, [first_prompt, second_prompt] = lab.checkpoint("llama"), prompts(40, 30)
+    expected = lab.reference.ids(model_dir, [first_prompt, second_prompt], _GREEDY)
     root, security = issue_authority("root"), {"tls": "files"}
     security["ca"], _ = root.write(tmp_path, "root")
     security["certificate"], security["key"] = issue_authority("first", root).write(tmp_path, "issuing")
     running_on = Ceiling(8)
     running_on.arm(monkeypatch.setattr)
-    async with local_cluster(model_dir, redis_url, security=security, **_TREE) as cluster:
+    async with lab.own(model_dir, security=security, **_TREE) as cluster:
         running = asyncio.create_task(cluster.generate(first_prompt, _GREEDY, id="before"))
         decode = cluster.seen(cluster.pools[Role.DECODE][0])
         await cluster.until(lambda: decode.status.running == 1)
@@ -162,7 +135,6 @@ async def test_an_operators_own_authority_issues_and_is_replaced_under_running_r
         for identity, status in ((cluster.router, grpc.StatusCode.OK), (theirs, grpc.StatusCode.UNAVAILABLE)):
             async with open_channel(decode.member.address, peer=rank(decode.id), identity=identity) as channel:
                 assert await call(channel, stop, truthful(stop, identity.name, rank(decode.id))) is status
-        await cluster.idle()
 
 
 def _asked_by_a_router() -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.kv_faults.names import CASES, CaseOutcome
 from benchmarks.kv_faults.stage import stage
 from benchmarks.kv_faults.strikes import STRIKES
-from tests.e2e.conftest import Checkpoint
+from tests.e2e.conftest import Lab
 
 _LEASE_S = 4.0
 _QUICK = ["unknown", "out-of-range", "consumed", "stale", "unwritten", "foreign-prefix"]
@@ -23,10 +23,8 @@ _QUICK = ["unknown", "out-of-range", "consumed", "stale", "unwritten", "foreign-
         pytest.param([name for name in STRIKES if name not in _QUICK], id="the others", marks=pytest.mark.slow),
     ],
 )
-async def test_bad_references_change_no_answer_and_leak_no_block(
-    checkpoint: Checkpoint, redis_url: str, cases: list[str]
-) -> None:
-    async with stage(checkpoint("llama"), redis_url, lease_s=_LEASE_S) as on:
+async def test_bad_references_change_no_answer_and_leak_no_block(lab: Lab, cases: list[str]) -> None:
+    async with stage(lab.checkpoint("llama"), lab.redis_url, lease_s=_LEASE_S) as on:
         for case in cases:
             outcome = await on.begin(case)
             await STRIKES[case](on)
@@ -36,8 +34,8 @@ async def test_bad_references_change_no_answer_and_leak_no_block(
             assert (outcome.seen == "answered") == (case == "undisturbed"), outcome
 
 
-async def test_harm_is_detected(checkpoint: Checkpoint, redis_url: str) -> None:
-    async with stage(checkpoint("llama"), redis_url, lease_s=60.0) as on:
+async def test_harm_is_detected(lab: Lab) -> None:
+    async with stage(lab.checkpoint("llama"), lab.redis_url, lease_s=60.0) as on:
         outcome = await on.begin("stale")
         one, other = await on.prompt(), await on.prompt()
         answers = [await on.ask(one), await on.ask(other)]

@@ -7,7 +7,6 @@ import json
 import socket
 import ssl
 from collections import defaultdict
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -35,25 +34,18 @@ _WORDS = [
 ]
 
 
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[ClusterCommand]:
-    command = ClusterCommand(tmp_path)
-    yield command
-    command.run("down")
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_stranger_gets_nothing_from_any_socket_of_a_deployment(cluster: ClusterCommand, tmp_path: Path) -> None:
+def test_a_stranger_gets_nothing_from_any_socket_of_a_deployment(command: ClusterCommand, tmp_path: Path) -> None:
     small = ["--set", "prefill.kv_memory_gib=0.1", "--set", "decode.kv_memory_gib=0.1"]
     endpoints = ["--grpc-port", str(free_port()), "--http-port", str(http := free_port())]
     closed = ["--set", "router.keys=required"]
-    deployed = cluster.run("deploy", "2P2D", "--name", _NAME, *small, *endpoints, *closed, within_s=600)
+    deployed = command.run("deploy", "2P2D", "--name", _NAME, *small, *endpoints, *closed, within_s=600)
     assert deployed.code == 0, deployed.err
-    before = json.loads(cluster.run("status", "--json").out)
+    before = json.loads(command.run("status", "--json").out)
     assert before["tls"] == "auto"
     ranks = [one["pid"] for pool in before["pools"].values() for two in pool["replicas"] for one in two["ranks"]]
-    listening = _listening(cluster)
+    listening = _listening(command)
     assert len(ranks) == 4 and set(ranks) <= listening.keys()
 
     neighbour = tls_credentials(Authority.create(_NAME), router(deployment=_NAME))
@@ -77,15 +69,15 @@ def test_a_stranger_gets_nothing_from_any_socket_of_a_deployment(cluster: Cluste
     assert not {each: answer for each, answer in responses.items() if _is_given(answer)}
     answers = asyncio.run(_call_all({address for addresses in listening.values() for address in addresses}))
     assert not answers
-    after = json.loads(cluster.run("status", "--json").out)
+    after = json.loads(command.run("status", "--json").out)
     assert after["ready"] and after["pools"] == before["pools"], "nothing died, and no block is held"
-    assert cluster.run("generate", "Hello", "--max-tokens", "4").code == 0
+    assert command.run("generate", "Hello", "--max-tokens", "4").code == 0
 
 
-def _listening(cluster: ClusterCommand) -> dict[int, set[tuple[str, int]]]:
+def _listening(command: ClusterCommand) -> dict[int, set[tuple[str, int]]]:
     """Return the listening addresses by process."""
     found: dict[int, set[tuple[str, int]]] = defaultdict(set)
-    marked = [psutil.Process(pid) for pid in processes.marked(f"CLUSTER_STATE_DIR={cluster.state_root}")]
+    marked = [psutil.Process(pid) for pid in processes.marked(f"CLUSTER_STATE_DIR={command.state_root}")]
     # The Redis server overwrites the mark by its process title.
     for process in {*marked, *(child for parent in marked for child in parent.children(recursive=True))}:
         for connection in process.net_connections("tcp"):

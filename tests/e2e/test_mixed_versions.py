@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import product
@@ -23,39 +23,20 @@ from core.rpc import inference_pb2_grpc as rpc
 from core.types.request import Role, Sampling
 from core.types.wire_version import WIRE_VERSION
 from router.generation import RequestRoute
-from router.routing.policy import CandidateReplica, Option, RoutingRequest
-from tests.e2e.conftest import Checkpoint, Reference
+from router.routing.policy import Option
+from tests.e2e.conftest import Lab, exact_tree
 from tests.engine.steps import prompts
 from tests.support.ceiling import Ceiling
+from tests.support.fake_policy import FakePolicy
 from tests.support.grids import quick
 from tests.support.identities import rank, router
-from tests.support.local_cluster import LocalCluster, local_cluster
+from tests.support.local_cluster import LocalCluster
 from tests.support.oldest import OldestProcess, check_out
 from tests.support.waiting import WITHIN_S, becomes
 
 _GREEDY = Sampling(max_tokens=24, temperature=0.0)
 _STOOD = 8  # tokens after which answers are paused until the test resumes them
-_TREE: dict[str, Any] = {
-    "model": {"dtype": "float32"},
-    "kv": {"wire_dtype": "raw"},
-    "prefill": {"kv_memory_gib": 0.01, "max_batch_tokens": 32},
-    "decode": {"kv_memory_gib": 0.01},
-    "router": {"max_local_prefill": 0},
-}
 _OLDEST = ("prefill-100", "decode-100")
-
-
-class FakePolicy:
-    """Policy that sends each request and each migrating choice where the test says."""
-
-    def __init__(self) -> None:
-        self.way = Option(prefill=None, decode="")
-        self.move_to = ""
-
-    def options(
-        self, demand: RoutingRequest, prefills: Sequence[CandidateReplica], decodes: Sequence[CandidateReplica]
-    ) -> Sequence[Option]:
-        return [self.way if prefills else Option(prefill=None, decode=self.move_to)]
 
 
 @pytest.fixture(scope="module")
@@ -84,32 +65,26 @@ async def _beside(cluster: LocalCluster, tree: Path, tmp_path: Path) -> AsyncIte
 @pytest.mark.timeout(180)  # two more processes start and import torch
 @pytest.mark.parametrize("encrypt", quick([False, True], [True]))
 async def test_workers_of_the_oldest_version_serve_beside_todays(
-    checkpoint: Checkpoint,
-    reference: Reference,
-    redis_url: str,
-    oldest: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    encrypt: bool,
+    lab: Lab, oldest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encrypt: bool
 ) -> None:
     """Old and new replicas interoperate under a current router, with unchanged tokens.
 
     Each prefill replica ships to each decode replica and fetches from the other, and a running choice migrates from
     the current replica to the oldest and back.
     """
-    model_dir, inputs = checkpoint("llama"), prompts(40, 33, 70, 21, 37, 51)
-    expected = [[token.token_id for token in tokens] for tokens in reference(model_dir, inputs, _GREEDY)]
+    model_dir, inputs = lab.checkpoint("llama"), prompts(40, 33, 70, 21, 37, 51)
+    expected = lab.reference.ids(model_dir, inputs, _GREEDY)
     policy, under = FakePolicy(), Ceiling(_STOOD)
     under.arm(monkeypatch.setattr)
-    tree = _TREE | {"kv": {"wire_dtype": "raw", "encrypt": encrypt}}
+    tree = exact_tree(1, 1) | {"kv": {"wire_dtype": "raw", "encrypt": encrypt}}
     async with (
-        local_cluster(model_dir, redis_url, policy=policy, **tree) as cluster,
+        lab.own(model_dir, policy=policy, **tree) as cluster,
         _beside(cluster, oldest, tmp_path) as old,
     ):
 
         async def ask(number: int, **way: Any) -> RequestRoute:
             """Return the route of a short answer."""
-            policy.way = Option(**way)
+            policy.default = [Option(**way)]
             answer = await cluster.generate(inputs[number], replace(_GREEDY, max_tokens=_STOOD), id=f"{number} {way}")
             assert answer.ids == expected[number][:_STOOD], way
             route = answer.route
@@ -125,7 +100,8 @@ async def test_workers_of_the_oldest_version_serve_beside_todays(
             number = {0: 0, 1: 2}[number]  # prompt that this source computed above
             assert (await ask(number, prefill=prefill, decode=_OLDEST[1], **held)).fetched_tokens >= 16
 
-        policy.way, policy.move_to = Option(prefill=_OLDEST[0], decode=today.id), _OLDEST[1]
+        first = Option(prefill=_OLDEST[0], decode=today.id)
+        policy.default = [first, Option(prefill=None, decode=_OLDEST[1])]  # moving choices take the second
         moving = asyncio.create_task(cluster.generate(inputs[5], _GREEDY, id="moving"))
         await cluster.until(lambda: cluster.seen(today).status.running)
         there = cluster.replicas.get(_OLDEST[1])
@@ -133,7 +109,7 @@ async def test_workers_of_the_oldest_version_serve_beside_todays(
         await cluster.drain(today)
         await cluster.until(lambda: there.status.running)
         fresh = await cluster.add(Role.DECODE)
-        policy.move_to = fresh.id
+        policy.default = [first, Option(prefill=None, decode=fresh.id)]
         old[_OLDEST[1]].tell("drain")
         await cluster.until(lambda: cluster.seen(fresh).status.running and not there.status.running)
         under.lift()
@@ -144,13 +120,11 @@ async def test_workers_of_the_oldest_version_serve_beside_todays(
 
 
 @pytest.mark.timeout(180)
-async def test_todays_workers_serve_a_router_of_the_oldest_version(
-    checkpoint: Checkpoint, reference: Reference, redis_url: str, oldest: Path, tmp_path: Path
-) -> None:
-    model_dir, inputs = checkpoint("llama"), prompts(40, 33)
-    expected = [[token.token_id for token in tokens] for tokens in reference(model_dir, inputs, _GREEDY)]
-    tree = _TREE | {"router": {"max_local_prefill": 0, "grpc_port": free_port()}}
-    async with local_cluster(model_dir, redis_url, **tree) as cluster:
+async def test_todays_workers_serve_a_router_of_the_oldest_version(lab: Lab, oldest: Path, tmp_path: Path) -> None:
+    model_dir, inputs = lab.checkpoint("llama"), prompts(40, 33)
+    expected = lab.reference.ids(model_dir, inputs, _GREEDY)
+    tree = exact_tree(1, 1, grpc_port=free_port())
+    async with lab.own(model_dir, **tree) as cluster:
         old = OldestProcess(oldest, cluster.launch, cluster.identity(router("router-old")), log=tmp_path / "router.log")
         try:
             endpoints = await asyncio.to_thread(old.start)
@@ -163,7 +137,6 @@ async def test_todays_workers_serve_a_router_of_the_oldest_version(
         served = {replica.id for pool in cluster.pools.values() for replica in pool}
         assert {name for _, trace in answers for name in (trace.prefill_replica, trace.decode_replica)} == served
         assert (await cluster.generate(inputs[0], _GREEDY)).ids == expected[0], "today's router has them still"
-        await cluster.idle()
 
 
 def test_short_history_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,22 +146,21 @@ def test_short_history_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 async def test_replica_of_another_wire_version_is_reported_and_the_others_serve(
-    checkpoint: Checkpoint, reference: Reference, redis_url: str, caplog: pytest.LogCaptureFixture
+    lab: Lab, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The replica belongs to the deployment and its address is reachable; only its wire version differs."""
-    model_dir, [inputs] = checkpoint("llama"), prompts(40)
-    expected = [token.token_id for token in reference(model_dir, [inputs], _GREEDY)[0]]
-    async with local_cluster(model_dir, redis_url, **_TREE) as cluster:
+    model_dir, [inputs] = lab.checkpoint("llama"), prompts(40)
+    expected = lab.reference.ids(model_dir, [inputs], _GREEDY)[0]
+    async with lab.own(model_dir, **exact_tree(1, 1)) as cluster:
         [decode] = cluster.pools[Role.DECODE]
         newer = replace(cluster.seen(decode).member, replica="decode-9", wire_version=WIRE_VERSION + 1)
-        async with connect_redis(redis_url) as redis:
+        async with connect_redis(lab.redis_url) as redis:
             membership = Membership(redis, name=cluster.spec.name, key=cluster.credentials.key(Purpose.MEMBERS))
             await membership.renew(newer)
             await becomes(lambda: any("'decode-9' is ignored (other version)" in line for line in caplog.messages))
             answer = await cluster.generate(inputs, _GREEDY)
             assert answer.ids == expected and answer.route.decode_replica == decode.id
             assert cluster.replicas.get("decode-9") is None
-        await cluster.idle()
 
 
 async def _generate_at(channel: grpc.aio.Channel, prompt: list[int]) -> tuple[list[int], pb.Trace]:

@@ -11,23 +11,19 @@ import pytest
 
 from core.types.errors import CapacityError, DeadlineExceeded, ModelUnavailable
 from core.types.request import Role, Sampling, SequenceRequest
-from tests.e2e.conftest import Checkpoint
+from tests.e2e.conftest import Lab, exact_tree
 from tests.engine.steps import prompts
 from tests.support.ceiling import Ceiling
-from tests.support.local_cluster import LocalCluster, local_cluster
+from tests.support.local_cluster import LocalCluster
 from tests.support.waiting import becomes
 
 _GREEDY = Sampling(max_tokens=24, temperature=0.0)
 
 
 def _tree(*, max_running: int = 2, max_waiting: int = 1024, **timeouts: float) -> dict[str, Any]:
-    return {
-        "model": {"dtype": "float32"},
-        "prefill": {"kv_memory_gib": 0.01},
-        "decode": {"kv_memory_gib": 0.01, "max_running": max_running},
-        "router": {"max_local_prefill": 0, "max_waiting": max_waiting},
-        "timeouts": timeouts,
-    }
+    tree = exact_tree(1, 1, max_waiting=max_waiting) | {"timeouts": timeouts}
+    tree["decode"] |= {"max_running": max_running}
+    return tree
 
 
 async def _ask(cluster: LocalCluster, number: int, *, done: list[int] | None = None, **fields: Any) -> int:
@@ -45,10 +41,8 @@ async def _ask(cluster: LocalCluster, number: int, *, done: list[int] | None = N
     return count
 
 
-async def test_a_replica_gets_what_it_can_run_and_the_rest_waits_in_the_router(
-    checkpoint: Checkpoint, redis_url: str
-) -> None:
-    async with local_cluster(checkpoint("llama"), redis_url, **_tree()) as cluster:
+async def test_a_replica_gets_what_it_can_run_and_the_rest_waits_in_the_router(lab: Lab) -> None:
+    async with lab.shared(lab.checkpoint("llama"), **_tree()) as cluster:
         decode = next(replica for replica in cluster.replicas if replica.member.role is Role.DECODE)
         most = 0
 
@@ -66,8 +60,8 @@ async def test_a_replica_gets_what_it_can_run_and_the_rest_waits_in_the_router(
         assert (decode.promised_blocks, decode.promised_streams, decode.num_requests) == (0, 0, 0)
 
 
-async def test_flood_of_one_tenant_delays_another_by_its_share_only(checkpoint: Checkpoint, redis_url: str) -> None:
-    async with local_cluster(checkpoint("llama"), redis_url, **_tree()) as cluster:
+async def test_flood_of_one_tenant_delays_another_by_its_share_only(lab: Lab) -> None:
+    async with lab.shared(lab.checkpoint("llama"), **_tree()) as cluster:
         done: list[int] = []
         flood = [asyncio.create_task(_ask(cluster, i, done=done, tenant="flood", priority=-5)) for i in range(24)]
         await asyncio.sleep(0)
@@ -76,8 +70,8 @@ async def test_flood_of_one_tenant_delays_another_by_its_share_only(checkpoint: 
         assert max(done.index(number) for number in (100, 101, 102)) < 12, done
 
 
-async def test_within_a_tenant_the_smaller_priority_goes_first(checkpoint: Checkpoint, redis_url: str) -> None:
-    async with local_cluster(checkpoint("llama"), redis_url, **_tree(max_running=1)) as cluster:
+async def test_within_a_tenant_the_smaller_priority_goes_first(lab: Lab) -> None:
+    async with lab.shared(lab.checkpoint("llama"), **_tree(max_running=1)) as cluster:
         done: list[int] = []
         late_first = [3, 2, 1]
         running = [asyncio.create_task(_ask(cluster, 0, done=done))]
@@ -88,11 +82,11 @@ async def test_within_a_tenant_the_smaller_priority_goes_first(checkpoint: Check
 
 
 async def test_refusals_come_at_once_with_a_hint_and_what_is_admitted_is_served(
-    checkpoint: Checkpoint, redis_url: str, monkeypatch: pytest.MonkeyPatch
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running_on = Ceiling(2)
     running_on.arm(monkeypatch.setattr)
-    async with local_cluster(checkpoint("llama"), redis_url, **_tree(max_waiting=16)) as cluster:
+    async with lab.shared(lab.checkpoint("llama"), **_tree(max_waiting=16)) as cluster:
 
         async def one(number: int) -> int:
             try:
@@ -111,10 +105,8 @@ async def test_refusals_come_at_once_with_a_hint_and_what_is_admitted_is_served(
         assert await _ask(cluster, 99) == 24
 
 
-async def test_a_deadline_that_cannot_be_met_is_refused_before_work_is_spent(
-    checkpoint: Checkpoint, redis_url: str
-) -> None:
-    async with local_cluster(checkpoint("llama"), redis_url, **_tree(max_running=1)) as cluster:
+async def test_a_deadline_that_cannot_be_met_is_refused_before_work_is_spent(lab: Lab) -> None:
+    async with lab.shared(lab.checkpoint("llama"), **_tree(max_running=1)) as cluster:
         backlog = [asyncio.create_task(_ask(cluster, i)) for i in range(30)]
         waiting = set(backlog)
         while len(waiting) > 24:  # long enough to measure the drain rate of the queue
@@ -124,25 +116,22 @@ async def test_a_deadline_that_cannot_be_met_is_refused_before_work_is_spent(
         for task in backlog:
             task.cancel()
         await asyncio.gather(*backlog, return_exceptions=True)
-        await cluster.idle()
 
 
 async def test_a_deadline_that_passes_on_the_way_ends_the_request_everywhere(
-    checkpoint: Checkpoint, redis_url: str, monkeypatch: pytest.MonkeyPatch
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Ceiling(5).arm(monkeypatch.setattr)
-    async with local_cluster(checkpoint("llama"), redis_url, **_tree()) as cluster:
+    async with lab.shared(lab.checkpoint("llama"), **_tree()) as cluster:
         for number, deadline_s in enumerate((0.02, 0.1, 0.5)):
             with pytest.raises(DeadlineExceeded):
                 await _ask(cluster, number, deadline_s=deadline_s)
             await cluster.idle()
 
 
-async def test_without_a_replica_a_request_waits_and_then_hears_that_there_is_none(
-    checkpoint: Checkpoint, redis_url: str
-) -> None:
-    tree = _tree(queue_s=0.5) | {"decode": {"replicas": 0}, "prefill": {"kv_memory_gib": 0.01, "answer_share": 0}}
-    async with local_cluster(checkpoint("llama"), redis_url, **tree) as cluster:
+async def test_without_a_replica_a_request_waits_and_then_hears_that_there_is_none(lab: Lab) -> None:
+    tree = exact_tree(1, 0) | {"timeouts": {"queue_s": 0.5}}
+    async with lab.own(lab.checkpoint("llama"), **tree) as cluster:
         begin = time.monotonic()
         with pytest.raises(ModelUnavailable, match="it has no decode replica"):
             await _ask(cluster, 0)
@@ -151,11 +140,11 @@ async def test_without_a_replica_a_request_waits_and_then_hears_that_there_is_no
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-async def test_two_minutes_at_twice_the_saturating_load_keep_goodput(checkpoint: Checkpoint, redis_url: str) -> None:
+async def test_two_minutes_at_twice_the_saturating_load_keep_goodput(lab: Lab) -> None:
     """Compare answers per second at twice the saturating load with those at saturation."""
     peak_s, overload_s = 30.0, 120.0
     tree = _tree(max_running=8, queue_s=2.0)
-    async with local_cluster(checkpoint("llama"), redis_url, processes=True, **tree) as cluster:
+    async with lab.own(lab.checkpoint("llama"), processes=True, **tree) as cluster:
         numbers = itertools.count()
 
         async def saturate(end_at: float) -> int:
@@ -193,4 +182,3 @@ async def test_two_minutes_at_twice_the_saturating_load_keep_goodput(checkpoint:
         )
         assert goodput >= 0.9 * peak
         assert max(refusals_s) <= 0.2
-        await cluster.idle()

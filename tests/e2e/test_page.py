@@ -14,14 +14,13 @@ from typing import Any
 import httpx
 import pytest
 
-from core.process.ports import free_port
 from core.types.request import Role
 from frontend.service import RouterService
-from tests.e2e.conftest import Checkpoint
-from tests.support.identities import router
-from tests.support.local_cluster import LocalCluster, beside, local_cluster
+from tests.e2e.conftest import Lab
+from tests.support.local_cluster import LocalCluster
 from tests.support.plain_http import http_client
-from tests.support.waiting import becomes, told
+from tests.support.router_service import admin_url, http_url, router_service
+from tests.support.waiting import becomes, beside, told
 
 _CHROMIUM = shutil.which("chromium")
 playwright = pytest.importorskip("playwright.async_api", reason="no playwright here: pip install playwright")
@@ -44,19 +43,15 @@ _TREE: dict[str, Any] = {
 }
 
 
-async def test_page_shows_events_and_escapes_client_strings(checkpoint: Checkpoint, redis_url: str) -> None:
-    directory = checkpoint("llama", max_position_embeddings=256)
-    ports = {"grpc_port": free_port(), "http_port": free_port()}
-    tree = {**_TREE, "router": {**_TREE["router"], **ports}}
-    async with local_cluster(directory, redis_url, processes=True, **tree) as cluster:
-        identity = cluster.identity(router("router-1"))
-        service = await RouterService.open(cluster.spec, credentials=cluster.credentials, identity=identity)
-        try:
-            await becomes(lambda: service.health()["decode"] == 2)
-            async with beside(_load(service)), _page(service) as page:
-                await _look(page, service, cluster)
-        finally:
-            await service.close()
+async def test_page_shows_events_and_escapes_client_strings(lab: Lab) -> None:
+    directory = lab.checkpoint("llama", max_position_embeddings=256)
+    async with (
+        lab.own(directory, processes=True, **_TREE) as cluster,
+        router_service(cluster) as service,
+        beside(_load(service)),
+        _page(service) as page,
+    ):
+        await _look(page, service, cluster)
 
 
 async def _look(page: Any, service: RouterService, cluster: LocalCluster) -> None:
@@ -64,7 +59,7 @@ async def _look(page: Any, service: RouterService, cluster: LocalCluster) -> Non
     await page.wait_for_selector("path.flow", timeout=_WAIT_MS)
 
     # Client-supplied strings are rendered as text everywhere.
-    async with http_client(base_url="http://{}:{}".format(*service.http_address)) as client:
+    async with http_client(base_url=http_url(service)) as client:
         body = {"prompt": [5 + i % 20 for i in range(70)], "max_tokens": 16, "temperature": 0, "ignore_eos": True}
         answer = await client.post("/v1/completions", json=body, headers={"x-request-id": _HOSTILE}, timeout=60)
         assert answer.status_code == 200
@@ -109,7 +104,7 @@ async def _look(page: Any, service: RouterService, cluster: LocalCluster) -> Non
 
 async def _picture(page: Any, service: RouterService, path: str) -> None:
     """Take the screenshots for the documentation."""
-    async with http_client(base_url="http://{}:{}".format(*service.http_address)) as client:
+    async with http_client(base_url=http_url(service)) as client:
         body = {"prompt": [6 + i % 19 for i in range(90)], "max_tokens": 32, "temperature": 0, "ignore_eos": True}
         await client.post("/v1/completions", json=body, headers={"x-request-id": "chat-42"}, timeout=60)
     await page.locator("#decisions a", has_text="chat-42").first.click()
@@ -125,7 +120,7 @@ async def _is_more(page: Any, number: str, than: int) -> bool:
 
 
 async def _load(service: RouterService) -> None:
-    url = "http://{}:{}/v1/completions".format(*service.http_address)
+    url = f"{http_url(service)}/v1/completions"
 
     async def ask(client: httpx.AsyncClient, number: int) -> None:
         prompt = [5 + (number * 7 + i * (1 + number % 3)) % 20 for i in range(64 + number % 5 * 16)]
@@ -142,7 +137,7 @@ async def _load(service: RouterService) -> None:
 @asynccontextmanager
 async def _page(service: RouterService) -> AsyncIterator[Any]:
     """Open the page. Browser errors and requests to other hosts fail the test."""
-    admin = "http://{}:{}".format(*service.admin_address)
+    admin = admin_url(service)
     errors: list[str] = []
     foreign_urls: list[str] = []
     async with playwright.async_playwright() as play:

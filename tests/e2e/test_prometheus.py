@@ -19,11 +19,10 @@ import yaml
 
 from core.process.ports import free_port
 from frontend.service import RouterService
-from tests.e2e.conftest import Checkpoint
-from tests.support.identities import router
-from tests.support.local_cluster import beside, local_cluster
+from tests.e2e.conftest import Lab
 from tests.support.plain_http import http_client
-from tests.support.waiting import becomes, told
+from tests.support.router_service import admin_url, http_url, router_service
+from tests.support.waiting import beside, told
 
 _FILES = Path(__file__).parents[2] / "deploy" / "monitoring"
 _ALERTS = {
@@ -51,23 +50,17 @@ def _tree(tmp_path: Path) -> dict[str, Any]:
     }
 
 
-async def test_no_panel_and_no_alert_is_without_data(checkpoint: Checkpoint, redis_url: str, tmp_path: Path) -> None:
-    directory = checkpoint("llama", max_position_embeddings=256)
-    async with local_cluster(directory, redis_url, processes=True, **_tree(tmp_path)) as cluster:
-        services = []
-        for number in (1, 2):
-            ports = {"grpc_port": free_port(), "http_port": free_port()}
-            spec = cluster.spec.model_copy(update={"router": cluster.spec.router.model_copy(update=ports)})
-            identity = cluster.identity(router(f"router-{number}"))
-            services.append(await RouterService.open(spec, credentials=cluster.credentials, identity=identity))
-        try:
-            await becomes(lambda: all(service.health()["decode"] for service in services))
-            admin = "{}:{}".format(*services[0].admin_address)
-            async with beside(_load(services)), _prometheus(tmp_path, admin) as ask:
-                await told(lambda: _has_two(ask))
-                await _check(ask)
-        finally:
-            await asyncio.gather(*(service.close() for service in services))
+async def test_no_panel_and_no_alert_is_without_data(lab: Lab, tmp_path: Path) -> None:
+    directory = lab.checkpoint("llama", max_position_embeddings=256)
+    async with (
+        lab.own(directory, processes=True, **_tree(tmp_path)) as cluster,
+        router_service(cluster, "router-1") as first,
+        router_service(cluster, "router-2") as second,
+        beside(_load([first, second])),
+        _prometheus(tmp_path, admin_url(first).removeprefix("http://")) as ask,
+    ):
+        await told(lambda: _has_two(ask))
+        await _check(ask)
 
 
 async def _has_two(ask: Any) -> bool:
@@ -102,7 +95,7 @@ async def _check(ask: Any) -> None:
 
 async def _load(services: list[RouterService]) -> None:
     """Send prompts with common prefixes to both routers, more than the pools hold."""
-    urls = ["http://{}:{}".format(*service.http_address) for service in services]
+    urls = [http_url(service) for service in services]
 
     async def ask(client: httpx.AsyncClient, number: int) -> None:
         prompt = [5 + (number % 9 + i) % 20 for i in range(96)] + [5 + number % 20, 7, 8, 9] * 3

@@ -7,7 +7,6 @@ import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
-from typing import Any
 
 import pytest
 import redis
@@ -15,43 +14,20 @@ import redis
 from core.rpc.worker_pb2 import Totals
 from core.types.failpoint import FailpointStage
 from core.types.prefix_hash import block_hashes, root_hash
-from core.types.request import Role, SampledToken, Sampling
+from core.types.request import Role, Sampling
 from core.types.step_timing import StepTiming
 from router.routing.cost_policy import CostPolicy
 from router.routing.policy import CandidateReplica, Option, RoutingRequest
 from router.serving.replicas import Replicas
-from tests.e2e.conftest import Checkpoint, Reference
+from tests.e2e.conftest import Lab, exact_tree, on_device
 from tests.engine.steps import prompts
+from tests.support.fake_policy import FakePolicy
 from tests.support.grids import quick
-from tests.support.local_cluster import Answer, LocalCluster, local_cluster
+from tests.support.local_cluster import Answer, LocalCluster
 from tests.support.rank_in_process import Fault
 from tests.support.waiting import WITHIN_S, becomes
 
 _GREEDY = Sampling(max_tokens=24, temperature=0.0)
-
-
-class FakePolicy:
-    """Policy that sends each prompt by the first of its given routes whose replicas exist."""
-
-    def __init__(self) -> None:
-        self.ways: dict[int, list[Option]] = {}  # by the prompt's length
-
-    def options(
-        self, demand: RoutingRequest, prefills: Sequence[CandidateReplica], decodes: Sequence[CandidateReplica]
-    ) -> Sequence[Option]:
-        there = {view.replica for view in (*prefills, *decodes)}
-        return [way for way in self.ways[demand.num_tokens] if {way.prefill or way.decode, way.decode} <= there]
-
-
-def _tree(prefill: int, decode: int, *, tp: int = 1, **sections: Any) -> dict[str, Any]:
-    return {
-        "model": {"dtype": "float32"},
-        "kv": {"wire_dtype": "raw"},
-        "prefill": {"replicas": prefill, "kv_memory_gib": 0.01, "max_batch_tokens": 32, "tensor_parallel": tp},
-        "decode": {"replicas": decode, "kv_memory_gib": 0.01},
-        "router": {"max_local_prefill": 0},
-        **sections,
-    }
 
 
 async def _ask(cluster: LocalCluster, policy: FakePolicy, prompt: list[int], *ways: str, fetch: int = 0) -> Answer:
@@ -64,72 +40,59 @@ async def _ask(cluster: LocalCluster, policy: FakePolicy, prompt: list[int], *wa
     return await cluster.generate(prompt, _GREEDY)
 
 
-def _ids(tokens: list[list[SampledToken]]) -> list[list[int]]:
-    return [[token.token_id for token in choice] for choice in tokens]
+async def _fetches(cluster: LocalCluster, number: int, *, num_fetches: int) -> Totals:
+    """Return a prefill replica's totals once the expected fetches are counted, because frames lag behind answers."""
+    await cluster.until(lambda: _num_fetches(cluster.totals(Role.PREFILL, number)) >= num_fetches)
+    return cluster.totals(Role.PREFILL, number)
 
 
-async def _totals(cluster: LocalCluster, replica: str, *, num_pulls: int) -> Totals:
-    """Return a replica's totals once the expected fetches are counted, because frames lag behind answers."""
-    await cluster.idle()
-
-    def totals() -> Totals:
-        seen = cluster.replicas.get(replica)
-        return seen.status.totals if seen else Totals()
-
-    await cluster.until(lambda: totals().prefix_fetches + totals().pull_failures >= num_pulls)
-    return totals()
+def _num_fetches(totals: Totals) -> int:
+    return totals.prefix_fetches + totals.pull_failures
 
 
 @pytest.mark.parametrize("tp", quick([1, 2], [2]))
-async def test_prefix_is_fetched_from_another_prefill_replica(
-    checkpoint: Checkpoint, reference: Reference, redis_url: str, tp: int
-) -> None:
-    model_dir, prompt, policy = checkpoint("llama"), prompts(70)[0], FakePolicy()
+async def test_prefix_is_fetched_from_another_prefill_replica(lab: Lab, tp: int) -> None:
+    model_dir, prompt, policy = lab.checkpoint("llama"), prompts(70)[0], FakePolicy()
     longer = prompt + prompts(30)[0]
-    async with local_cluster(model_dir, redis_url, policy=policy, **_tree(2, 2, tp=tp)) as cluster:
+    async with lab.shared(model_dir, policy=policy, **exact_tree(2, 2, tp=(tp, 1))) as cluster:
         first = await _ask(cluster, policy, prompt, "prefill-0 > decode-2")
         second = await _ask(cluster, policy, longer, "prefill-1 < prefill-0 > decode-3", fetch=64)
-        assert [first.ids, second.ids] == _ids(reference(model_dir, [prompt, longer], _GREEDY))
+        assert [first.ids, second.ids] == lab.reference.ids(model_dir, [prompt, longer], _GREEDY)
         assert (second.route.cached_tokens, second.route.fetched_tokens) == (0, 64)
-        totals = await _totals(cluster, "prefill-1", num_pulls=1)
+        totals = await _fetches(cluster, 1, num_fetches=1)
         assert (totals.prefix_fetches, totals.fetched_tokens, totals.pull_failures) == (1, 64, 0)
         assert totals.computed_tokens == 100 - 64
         again = await _ask(cluster, policy, longer, "prefill-1 > decode-2")
         assert (again.ids, again.route.cached_tokens) == (second.ids, 96), "fetched blocks must be cached"
-        await cluster.idle()
 
 
-async def test_answer_of_one_turn_is_fetched_for_the_next(
-    checkpoint: Checkpoint, reference: Reference, redis_url: str
-) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+async def test_answer_of_one_turn_is_fetched_for_the_next(lab: Lab, device: str) -> None:
     """The prefix moves from a decode replica to a prefill replica, to another decode replica, and back."""
-    model_dir, turn, policy = checkpoint("llama"), prompts(20)[0], FakePolicy()
-    async with local_cluster(model_dir, redis_url, policy=policy, **_tree(1, 2)) as cluster:
-        ways = ["prefill-0 > decode-1", "prefill-0 < decode-1 > decode-2", "< decode-2 > decode-1"]
+    model_dir, turn, policy = lab.checkpoint("llama"), prompts(20)[0], FakePolicy()
+    tree, ways = exact_tree(1, 2), ["prefill-0 > decode-1", "prefill-0 < decode-1 > decode-2", "< decode-2 > decode-1"]
+    async with lab.shared(model_dir, policy=policy, processes=device == "cuda", **on_device(device, tree)) as cluster:
         fetched = []
         for way in ways:
             answer = await _ask(cluster, policy, turn, way, fetch=len(turn))
-            assert [answer.ids] == _ids(reference(model_dir, [turn], _GREEDY))
+            assert [answer.ids] == lab.reference.ids(model_dir, [turn], _GREEDY, device=device)
             fetched.append((answer.route.cached_tokens, answer.route.fetched_tokens))
             turn = turn + answer.ids + prompts(8)[0]
         # There are 43 positions after the first turn, 75 after the second. The prefill replica had one block, the first
         # decode replica two.
         assert fetched == [(0, 0), (16, 16), (32, 32)]
-        await cluster.idle()
 
 
-async def test_source_ships_only_blocks_that_it_still_has(
-    checkpoint: Checkpoint, reference: Reference, redis_url: str
-) -> None:
-    model_dir, (prompt, other), policy = checkpoint("llama"), prompts(70, 40), FakePolicy()
-    async with local_cluster(model_dir, redis_url, policy=policy, **_tree(2, 1)) as cluster:
+async def test_source_ships_only_blocks_that_it_still_has(lab: Lab) -> None:
+    model_dir, (prompt, other), policy = lab.checkpoint("llama"), prompts(70, 40), FakePolicy()
+    async with lab.shared(model_dir, policy=policy, **exact_tree(2, 1)) as cluster:
         await _ask(cluster, policy, prompt[:40], "prefill-0 > decode-2")
         some = await _ask(cluster, policy, prompt, "prefill-1 < prefill-0 > decode-2", fetch=64)
         none = await _ask(cluster, policy, other, "prefill-1 < prefill-0 > decode-2", fetch=32)
         gone = await _ask(cluster, policy, other[1:], "prefill-1 < prefill-9 > decode-2", fetch=32)
-        assert [some.ids, none.ids, gone.ids] == _ids(reference(model_dir, [prompt, other, other[1:]], _GREEDY))
+        assert [some.ids, none.ids, gone.ids] == lab.reference.ids(model_dir, [prompt, other, other[1:]], _GREEDY)
         assert [answer.route.fetched_tokens for answer in (some, none, gone)] == [32, 0, 0]
-        totals = await _totals(cluster, "prefill-1", num_pulls=2)
+        totals = await _fetches(cluster, 1, num_fetches=2)
         assert (totals.prefix_fetches, totals.pull_failures) == (1, 1)
 
 
@@ -141,7 +104,7 @@ _HOLDER_EVENTS = {
 }
 
 
-# A frozen process takes seconds to detect; test_partition.py has a silent replica.
+# A frozen process takes seconds to detect; test_network.py has a silent replica.
 _CASES = quick(
     product(_HOLDER_EVENTS, [signal.SIGKILL, signal.SIGSTOP]),
     [("it is asked", signal.SIGKILL), ("it ships", signal.SIGKILL)],
@@ -149,13 +112,11 @@ _CASES = quick(
 
 
 @pytest.mark.parametrize(("event", "number"), _CASES)
-async def test_the_holder_dies_in_a_pull(
-    checkpoint: Checkpoint, reference: Reference, redis_url: str, event: str, number: signal.Signals
-) -> None:
+async def test_the_holder_dies_in_a_pull(lab: Lab, event: str, number: signal.Signals) -> None:
     """The source's own request is over, so it ships to no one else. The fetching replica serves others meanwhile."""
-    model_dir, (prompt, other), policy = checkpoint("llama"), prompts(70, 40), FakePolicy()
+    model_dir, (prompt, other), policy = lab.checkpoint("llama"), prompts(70, 40), FakePolicy()
     fault = replace(_HOLDER_EVENTS[event], number=number)
-    async with local_cluster(model_dir, redis_url, processes=True, policy=policy, **_tree(1, 1)) as cluster:
+    async with lab.own(model_dir, processes=True, policy=policy, **exact_tree(1, 1)) as cluster:
         prefix_source = await cluster.add(Role.DECODE, fault)
         prefill, decode = (cluster.pools[role][0].id for role in (Role.PREFILL, Role.DECODE))
         first = await _ask(cluster, policy, prompt, f"> {prefix_source.id}")
@@ -165,32 +126,30 @@ async def test_the_holder_dies_in_a_pull(
             )
             beside = await _ask(cluster, policy, other, f"{prefill} > {decode}")
             answer = await pulling
-        assert [answer.ids, beside.ids] == _ids(reference(model_dir, [prompt + first.ids[:9], other], _GREEDY))
+        assert [answer.ids, beside.ids] == lab.reference.ids(model_dir, [prompt + first.ids[:9], other], _GREEDY)
         assert prefix_source.has_been_hit, "the fault never happened"
         assert answer.route.attempts == 1
         if number is signal.SIGSTOP:
             prefix_source.send(signal.SIGCONT)
-        await cluster.idle()
 
 
-async def test_the_puller_dies_in_a_pull(checkpoint: Checkpoint, reference: Reference, redis_url: str) -> None:
-    model_dir, prompt, policy = checkpoint("llama"), prompts(70)[0], FakePolicy()
-    async with local_cluster(model_dir, redis_url, processes=True, policy=policy, **_tree(1, 1)) as cluster:
+async def test_the_puller_dies_in_a_pull(lab: Lab) -> None:
+    model_dir, prompt, policy = lab.checkpoint("llama"), prompts(70)[0], FakePolicy()
+    async with lab.own(model_dir, processes=True, policy=policy, **exact_tree(1, 1)) as cluster:
         prefill, decode = (cluster.pools[role][0].id for role in (Role.PREFILL, Role.DECODE))
         doomed = await cluster.add(Role.PREFILL, Fault(FailpointStage.LANDED))
         await _ask(cluster, policy, prompt, f"{prefill} > {decode}")
         ways = f"{doomed.id} < {prefill} > {decode}", f"{prefill} > {decode}"
         async with asyncio.timeout(WITHIN_S):
             answer = await _ask(cluster, policy, prompt, *ways, fetch=64)
-        assert [answer.ids] == _ids(reference(model_dir, [prompt], _GREEDY))
+        assert [answer.ids] == lab.reference.ids(model_dir, [prompt], _GREEDY)
         assert doomed.has_been_hit and answer.route.prefill_replica == prefill
-        await cluster.idle()
 
 
-async def test_cancelled_fetch_frees_everything(checkpoint: Checkpoint, redis_url: str) -> None:
+async def test_cancelled_fetch_frees_everything(lab: Lab) -> None:
     prompt, policy = prompts(70)[0], FakePolicy()
-    tree = _tree(1, 1, timeouts={"transfer_s": 60.0})  # longer than the test, so that no deadline ends the fetch
-    async with local_cluster(checkpoint("llama"), redis_url, processes=True, policy=policy, **tree) as cluster:
+    tree = exact_tree(1, 1) | {"timeouts": {"transfer_s": 60.0}}  # no deadline ends the fetch within the test
+    async with lab.own(lab.checkpoint("llama"), processes=True, policy=policy, **tree) as cluster:
         prefix_source = await cluster.add(Role.DECODE)
         prefill, decode = (cluster.pools[role][0].id for role in (Role.PREFILL, Role.DECODE))
         await _ask(cluster, policy, prompt, f"> {prefix_source.id}")
@@ -203,7 +162,6 @@ async def test_cancelled_fetch_frees_everything(checkpoint: Checkpoint, redis_ur
         others = [replica for replica in cluster.replicas if replica.id != prefix_source.id]
         await cluster.until(lambda: not any(replica.status.running for replica in others))
         prefix_source.send(signal.SIGCONT)
-        await cluster.idle()
 
 
 class SteadyRates:
@@ -231,45 +189,40 @@ async def _known(cluster: LocalCluster, tokens: list[int], num_tokens: int) -> N
     await becomes(lambda: max(cluster.replicas.index.match(hashes).values(), default=0) * 16 >= num_tokens)
 
 
-async def test_each_chat_turn_computes_only_new_tokens(
-    checkpoint: Checkpoint, reference: Reference, redis_url: str
-) -> None:
+async def test_each_chat_turn_computes_only_new_tokens(lab: Lab) -> None:
     """The real policy and index choose the sources. Redis is emptied before the last turn."""
-    model_dir, turn, num_known = checkpoint("llama", max_position_embeddings=512), prompts(52)[0], 0
+    model_dir, turn, num_known = lab.checkpoint("llama", max_position_embeddings=512), prompts(52)[0], 0
     rates = SteadyRates()
-    async with local_cluster(model_dir, redis_url, policy=rates, **_tree(2, 2)) as cluster:
+    async with lab.own(model_dir, policy=rates, **exact_tree(2, 2)) as cluster:
         rates.replicas = cluster.replicas
         for number in range(4):
             await _known(cluster, turn, num_known)
             if number == 3:
-                redis.Redis.from_url(redis_url).flushall()
+                redis.Redis.from_url(lab.redis_url).flushdb()
             answer = await cluster.generate(turn, _GREEDY)
-            assert [answer.ids] == _ids(reference(model_dir, [turn], _GREEDY))
+            assert [answer.ids] == lab.reference.ids(model_dir, [turn], _GREEDY)
             if number < 3:
                 assert answer.route.cached_tokens + answer.route.fetched_tokens == num_known
                 assert answer.route.fetched_tokens >= 16 * (number > 0), "the answer comes from who gave it"
             num_known = (len(turn) + len(answer.ids) - 1) // 16 * 16
             turn = turn + answer.ids + prompts(21)[0]
-        await cluster.idle()
 
 
-async def test_a_hot_prefix_is_copied_before_it_queues(
-    checkpoint: Checkpoint, reference: Reference, redis_url: str
-) -> None:
-    model_dir, prefix = checkpoint("llama", max_position_embeddings=512), prompts(320)[0]
+async def test_a_hot_prefix_is_copied_before_it_queues(lab: Lab) -> None:
+    model_dir, prefix = lab.checkpoint("llama", max_position_embeddings=512), prompts(320)[0]
     inputs = [prefix + prompts(100 + i)[0][::-1] for i in range(8)]
     rates = SteadyRates()
-    async with local_cluster(model_dir, redis_url, policy=rates, **_tree(2, 1)) as cluster:
+    async with lab.own(model_dir, policy=rates, **exact_tree(2, 1)) as cluster:
         rates.replicas = cluster.replicas
         first = await cluster.generate(prefix, _GREEDY)
         await _known(cluster, prefix, 320)
-        answers = await asyncio.gather(*(cluster.generate(p, _GREEDY, id=str(i)) for i, p in enumerate(inputs)))
-        assert [answer.ids for answer in answers] == _ids(reference(model_dir, inputs, _GREEDY))
-        other = next(r.id for r in cluster.pools[Role.PREFILL] if r.id != first.route.prefill_replica)
-        assert {answer.route.prefill_replica for answer in answers} == {first.route.prefill_replica, other}
+        answers = await cluster.generate_all(inputs, _GREEDY)
+        assert [answer.ids for answer in answers] == lab.reference.ids(model_dir, inputs, _GREEDY)
+        ids = [replica.id for replica in cluster.pools[Role.PREFILL]]
+        assert {answer.route.prefill_replica for answer in answers} == set(ids)
         # A sibling that overtakes the fetching one may compute the prefix itself, so that nothing is left to fetch.
         reused = [answer.route.cached_tokens + answer.route.fetched_tokens for answer in answers]
         fetched = sum(answer.route.fetched_tokens for answer in answers)
         assert sum(reused) >= 6 * 320 and (fetched >= 320 or 0 in reused)
-        assert (await _totals(cluster, other, num_pulls=min(1, fetched))).fetched_tokens == fetched
-        await cluster.idle()
+        other = 1 - ids.index(first.route.prefill_replica)
+        assert (await _fetches(cluster, other, num_fetches=min(1, fetched))).fetched_tokens == fetched

@@ -6,35 +6,35 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 import redis
 
+from core.identity.deployment_secrets import Purpose
 from core.index import membership, presence
+from core.index.redis_client import connect_redis
 from core.index.redis_server import RedisAddress, RedisServer
 from core.process.ports import free_port
 from core.types.prefix_hash import block_hashes, root_hash
 from core.types.request import Role, Sampling
-from tests.e2e.conftest import Checkpoint
+from router.serving.discovery import Discovery
+from router.serving.grpc_worker import GrpcWorker
+from router.serving.replicas import Replicas
+from tests.e2e.conftest import Lab, exact_tree
 from tests.engine.steps import prompts
 from tests.support.grids import quick
-from tests.support.local_cluster import LocalCluster, local_cluster, second_router
+from tests.support.local_cluster import REFRESH_S, LocalCluster, local_cluster
 from tests.support.redis_at import Relay, redis_at
 from tests.support.waiting import becomes, stays
 
 _GREEDY = Sampling(max_tokens=16, temperature=0.0)
 _PROMPT = prompts(70)[0]
-_TREE: dict[str, Any] = {
-    "model": {"dtype": "float32"},
-    "kv": {"wire_dtype": "raw"},
-    "prefill": {"kv_memory_gib": 0.01},
-    "decode": {"replicas": 2, "kv_memory_gib": 0.01},
-    "router": {"max_local_prefill": 16, "policy": "prefix"},  # so that the route shows what the router knows
-}
+# The policy shows in the route what the router knows.
+_TREE = exact_tree(1, 2, max_local_prefill=16, policy="prefix")
 
 
 @pytest.fixture(autouse=True)
@@ -72,6 +72,32 @@ def own_redis(tmp_path: Path) -> Iterator[_Redis]:
     server.kill()
 
 
+@asynccontextmanager
+async def _second_router(
+    cluster: LocalCluster, *, index_url: str = "", has_controller: bool = False
+) -> AsyncIterator[Replicas]:
+    """Yield the replicas as another router finds them. index_url: of another Redis. has_controller: ask the replicas
+    for their records, as the controller does."""
+
+    async def find_members() -> list[bytes]:
+        return [replica.ranks[0].status()["member"] for replica in cluster.every_replica]
+
+    replicas = Replicas(lambda member: GrpcWorker(member, identity=cluster.router))
+    discovery = Discovery(
+        connect_redis(index_url or cluster.credentials.index_url),
+        replicas,
+        name=cluster.spec.name,
+        key=cluster.credentials.key(Purpose.MEMBERS),
+        find_members=find_members if has_controller else None,
+    )
+    discovery.start(refresh_s=REFRESH_S)
+    try:
+        yield replicas
+    finally:
+        await discovery.close()
+        await replicas.close()
+
+
 def _prefix_sources(cluster: LocalCluster) -> dict[str, int]:
     hashes = block_hashes(root_hash(cluster.model), tuple(_PROMPT), block_size=16)
     return cluster.replicas.index.match(hashes)
@@ -85,8 +111,8 @@ async def _know_the_prompt(cluster: LocalCluster) -> dict[str, int]:
     return _prefix_sources(cluster)
 
 
-async def test_it_dies_and_comes_back_empty(checkpoint: Checkpoint, own_redis: _Redis) -> None:
-    async with local_cluster(checkpoint("llama"), own_redis.url, **_TREE) as cluster:
+async def test_it_dies_and_comes_back_empty(lab: Lab, own_redis: _Redis) -> None:
+    async with local_cluster(lab.checkpoint("llama"), own_redis.url, **_TREE) as cluster:
         before = {replica.id: replica for replica in cluster.replicas}
         prefix_sources = await _know_the_prompt(cluster)
         own_redis.kill()
@@ -107,8 +133,8 @@ async def test_it_dies_and_comes_back_empty(checkpoint: Checkpoint, own_redis: _
         assert newcomer.id in {replica.id for replica in cluster.replicas}
 
 
-async def test_it_stands_still(checkpoint: Checkpoint, own_redis: _Redis) -> None:
-    async with local_cluster(checkpoint("llama"), own_redis.url, **_TREE) as cluster:
+async def test_it_stands_still(lab: Lab, own_redis: _Redis) -> None:
+    async with local_cluster(lab.checkpoint("llama"), own_redis.url, **_TREE) as cluster:
         before = {replica.id: replica for replica in cluster.replicas}
         prefix_sources = await _know_the_prompt(cluster)
         own_redis.send(signal.SIGSTOP)
@@ -123,12 +149,12 @@ async def test_it_stands_still(checkpoint: Checkpoint, own_redis: _Redis) -> Non
         assert {id: replica for id, replica in before.items() if cluster.replicas.get(id) is replica} == before
 
 
-async def test_it_fails_over(checkpoint: Checkpoint, tmp_path: Path) -> None:
+async def test_it_fails_over(lab: Lab, tmp_path: Path) -> None:
     """The primary becomes a replica without closing connections, and its name leads to the promoted one."""
     with redis_at("127.0.0.1", tmp_path) as old, redis_at("127.0.0.1", tmp_path) as new:
         ports = [urlsplit(url).port or 0 for url in (old, new)]
         async with Relay.to(ports[0]) as (relay, url):
-            async with local_cluster(checkpoint("llama"), url, is_alone=False, **_TREE) as cluster:
+            async with local_cluster(lab.checkpoint("llama"), url, is_alone=False, **_TREE) as cluster:
                 prefix_sources = await _know_the_prompt(cluster)
                 before = {replica.id: replica for replica in cluster.replicas}
                 with redis.Redis.from_url(old) as client:
@@ -137,15 +163,13 @@ async def test_it_fails_over(checkpoint: Checkpoint, tmp_path: Path) -> None:
                 answer = await cluster.generate(_PROMPT, _GREEDY)
                 assert answer.route.attempts == 1 and answer.route.decode_replica in prefix_sources
                 newcomer = await cluster.add(Role.DECODE)
-                async with second_router(cluster) as another:
+                async with _second_router(cluster) as another:
                     await becomes(lambda: {one.id for one in another if one.is_usable} == {*before, newcomer.id})
                 assert {one.id: one for one in cluster.replicas if one.id in before} == before
 
 
-async def test_a_replica_that_dies_meanwhile_is_forgotten_when_it_is_back(
-    checkpoint: Checkpoint, own_redis: _Redis
-) -> None:
-    async with local_cluster(checkpoint("llama"), own_redis.url, processes=True, **_TREE) as cluster:
+async def test_a_replica_that_dies_meanwhile_is_forgotten_when_it_is_back(lab: Lab, own_redis: _Redis) -> None:
+    async with local_cluster(lab.checkpoint("llama"), own_redis.url, processes=True, **_TREE) as cluster:
         doomed = cluster.pools[Role.DECODE][0]
         own_redis.kill()
         doomed.send(signal.SIGKILL)
@@ -153,16 +177,18 @@ async def test_a_replica_that_dies_meanwhile_is_forgotten_when_it_is_back(
         assert {answer.route.decode_replica for answer in answers} == {cluster.pools[Role.DECODE][1].id}
         own_redis.start()
         await becomes(lambda: cluster.replicas.get(doomed.id) is None)
-        await cluster.idle()
 
 
 @pytest.mark.parametrize("fault", quick(["full", "wrong types", "slow", "away"], ["away", "wrong types"]))
 async def test_a_router_that_starts_while_redis_refuses_asks_the_controller(
-    checkpoint: Checkpoint, tmp_path: Path, fault: str
+    lab: Lab, tmp_path: Path, fault: str
 ) -> None:
     with redis_at("127.0.0.1", tmp_path) as url:
         port = urlsplit(url).port or 0
-        async with Relay.to(port) as (relay, index_url), local_cluster(checkpoint("llama"), url, **_TREE) as cluster:
+        async with (
+            Relay.to(port) as (relay, index_url),
+            local_cluster(lab.checkpoint("llama"), url, **_TREE) as cluster,
+        ):
             with redis.Redis.from_url(url) as client:
                 match fault:
                     case "full":
@@ -177,7 +203,7 @@ async def test_a_router_that_starts_while_redis_refuses_asks_the_controller(
                         relay.delay_s = 2.5
                     case "away":
                         relay.port = 1
-            async with second_router(cluster, index_url=index_url, has_controller=True) as another:
+            async with _second_router(cluster, index_url=index_url, has_controller=True) as another:
                 await becomes(lambda: sum(one.is_usable for one in another) == 3)
                 assert another.may_answer()
                 if fault == "full":

@@ -12,9 +12,9 @@ from cluster.rollout.update_plan import problem_of
 from core.spec.schema import Spec
 from core.types.request import Role, Sampling
 from core.types.revisions import Revision, RevisionTable
-from tests.e2e.conftest import Checkpoint, exact_tree
+from tests.e2e.conftest import Lab, exact_tree
 from tests.engine.steps import prompts
-from tests.support.local_cluster import Answer, LocalCluster, LocalReplica, local_cluster
+from tests.support.local_cluster import Answer, LocalCluster, LocalReplica
 
 _GREEDY = Sampling(max_tokens=40, temperature=0.0)
 _DETERMINISTIC: dict[str, Any] = {
@@ -82,12 +82,10 @@ class _Revisions:
         )
 
 
-async def test_each_answer_comes_from_one_revision_while_the_old_one_drains(
-    checkpoint: Checkpoint, redis_url: str
-) -> None:
+async def test_each_answer_comes_from_one_revision_while_the_old_one_drains(lab: Lab) -> None:
     """Their KV layouts differ, so running requests cannot migrate and finish where they started."""
     inputs = prompts(*range(40, 56))
-    async with local_cluster(checkpoint("llama"), redis_url, **_DETERMINISTIC) as cluster:
+    async with lab.own(lab.checkpoint("llama"), **_DETERMINISTIC) as cluster:
         both = _Revisions(cluster)
         await both.add(updated(cluster.spec, {"kv": {"pool_dtype": "int8"}}, is_whole=False))
         old = await both.ask(inputs, turn="old")
@@ -106,11 +104,9 @@ async def test_each_answer_comes_from_one_revision_while_the_old_one_drains(
             assert answer.ids == (old, new)[both.of(answer).pop() - 1][i].ids
 
 
-async def test_running_answers_move_to_a_new_revision_that_gives_the_same_tokens(
-    checkpoint: Checkpoint, redis_url: str
-) -> None:
+async def test_running_answers_move_to_a_new_revision_that_gives_the_same_tokens(lab: Lab) -> None:
     inputs = prompts(*range(40, 48))
-    async with local_cluster(checkpoint("llama"), redis_url, **exact_tree(1, 1)) as cluster:
+    async with lab.own(lab.checkpoint("llama"), **exact_tree(1, 1)) as cluster:
         both = _Revisions(cluster)
         expected = [answer.ids for answer in await both.ask(inputs, turn="before")]
         await both.add(updated(cluster.spec, {"decode": {"max_running": 32}}, is_whole=False))
@@ -123,9 +119,9 @@ async def test_running_answers_move_to_a_new_revision_that_gives_the_same_tokens
         assert any(answer.route.decode_replica in both.ids(2) for answer in answers)
 
 
-async def test_a_canary_that_fails_costs_no_request_and_is_counted(checkpoint: Checkpoint, redis_url: str) -> None:
+async def test_a_canary_that_fails_costs_no_request_and_is_counted(lab: Lab) -> None:
     inputs = prompts(*range(40, 64))
-    async with local_cluster(checkpoint("llama"), redis_url, **exact_tree(1, 1)) as cluster:
+    async with lab.own(lab.checkpoint("llama"), **exact_tree(1, 1)) as cluster:
         both = _Revisions(cluster)
         expected = [answer.ids for answer in await both.ask(inputs, turn="before")]
         await both.add(updated(cluster.spec, {"decode": {"max_running": 32}}, is_whole=False))

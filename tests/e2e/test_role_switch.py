@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 from grpc import aio
@@ -18,75 +17,61 @@ from core.wire.call_errors import error_of
 from core.wire.channel import open_channel
 from engine.runner.runner import ModelRunner
 from router.routing.plain_policies import RoundRobin
-from router.routing.policy import CandidateReplica, Option, RoutingRequest
-from tests.e2e.conftest import Checkpoint, Reference
+from router.routing.policy import Option
+from tests.e2e.conftest import Lab, exact_tree, on_device
 from tests.engine.steps import prompts
-from tests.support.ceiling import Ceiling
+from tests.support.fake_policy import FakePolicy
 from tests.support.grids import quick
 from tests.support.identities import rank
-from tests.support.local_cluster import Answer, LocalCluster, local_cluster
+from tests.support.local_cluster import Answer, LocalCluster
+from tests.support.rank_in_process import shared_ceiling
 from tests.support.waiting import WITHIN_S, becomes
 
 _GREEDY = Sampling(max_tokens=40, temperature=0.0)
-_STREAMS = 8
+_SAMPLED = Sampling(max_tokens=40, temperature=1.0, top_p=0.9, seed=7)
 
 
-def _tree(*, tp: int) -> dict[str, Any]:
-    pool = {"replicas": 2, "kv_memory_gib": 0.01, "tensor_parallel": tp}
-    return {
-        "model": {"dtype": "float32"},
-        "kv": {"wire_dtype": "raw"},
-        "prefill": {**pool, "max_batch_tokens": 32},
-        "decode": pool,
-        "router": {"max_local_prefill": 0},
-    }
+@pytest.mark.parametrize(
+    ("tp", "device"), [*quick([(1, "cpu"), (2, "cpu")], [(1, "cpu")]), pytest.param(1, "cuda", marks=pytest.mark.gpu)]
+)
+async def test_streams_continue_while_replicas_switch_roles_both_ways(lab: Lab, tp: int, device: str) -> None:
+    model_dir, inputs = lab.checkpoint("llama"), prompts(*range(33, 49))
+    samplings = [_GREEDY, _SAMPLED] * 8
+    expected = lab.reference.ids(model_dir, inputs, samplings, device=device)
+    running_on, tree = shared_ceiling(20), on_device(device, exact_tree(0, 0, tp=(tp, tp)))
+    tree["decode"] |= {"max_running": 16}
+    async with lab.own(model_dir, processes=True, policy=RoundRobin(), **tree) as cluster:
+        roles = [Role.PREFILL] * 2 + [Role.DECODE] * 2
+        prefill, _, decode, _ = await asyncio.gather(*(cluster.add(role, ceiling=running_on) for role in roles))
+        running: list[asyncio.Task[Answer]] = []
 
+        def ask(first: int, end: int) -> None:
+            for number in range(first, end):
+                generation = cluster.generate(inputs[number], samplings[number], id=str(number))
+                running.append(asyncio.create_task(generation))
 
-@pytest.mark.parametrize("tp", quick([1, 2], [1]))
-async def test_streams_continue_while_replicas_switch_roles_both_ways(
-    checkpoint: Checkpoint, reference: Reference, redis_url: str, monkeypatch: pytest.MonkeyPatch, tp: int
-) -> None:
-    model_dir, inputs = checkpoint("llama"), prompts(*range(33, 33 + 2 * _STREAMS))
-    expected = [[token.token_id for token in tokens] for tokens in reference(model_dir, inputs, _GREEDY)]
-    running_on = Ceiling(20)
-    running_on.arm(monkeypatch.setattr)
-    async with local_cluster(model_dir, redis_url, policy=RoundRobin(), **_tree(tp=tp)) as cluster:
-        [prefill, _], [_, decode] = cluster.pools[Role.PREFILL], cluster.pools[Role.DECODE]
-        running = _ask(cluster, inputs[:_STREAMS])
+        ask(0, 8)
         await cluster.until(lambda: cluster.seen(decode).status.totals.generated_tokens >= 40)
+        blocks = decode.blocks["total"]
         to_prefill = await cluster.switch(decode)
         assert cluster.replicas.get(decode.id) is None
-        assert to_prefill.blocks == decode.blocks and to_prefill.blocks["cached"], "what it had it has still"
-        running += _ask(cluster, inputs[_STREAMS:-4])
+        assert to_prefill.blocks["total"] == blocks and to_prefill.blocks["cached"], "what it had it has still"
+        ask(8, 12)
         to_decode = await cluster.switch(prefill)  # while prompts are shipped
-        running += _ask(cluster, inputs[-4:])
+        ask(12, 16)
         running_on.lift()
-        answers: list[Answer] = [await task for task in running]
+        async with asyncio.timeout(WITHIN_S):
+            answers = await asyncio.gather(*running)
         assert [answer.ids for answer in answers] == expected
         assert to_prefill.id in {answer.route.prefill_replica for answer in answers}
         assert to_decode.id in {answer.route.decode_replica for answer in answers}
-        await cluster.idle()
 
 
-class FakePolicy:
-    """Policy that sends every prompt by one given route."""
-
-    def __init__(self) -> None:
-        self.way = Option(prefill="prefill-0", decode="decode-3")
-
-    def options(
-        self, demand: RoutingRequest, prefills: Sequence[CandidateReplica], decodes: Sequence[CandidateReplica]
-    ) -> Sequence[Option]:
-        return [self.way]
-
-
-async def test_cached_blocks_are_indexed_under_the_new_name_only(
-    checkpoint: Checkpoint, redis_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_cached_blocks_are_indexed_under_the_new_name_only(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     rest_calls: list[int | None] = []
     monkeypatch.setattr(ModelRunner, "rest", lambda self, num_first: rest_calls.append(num_first))
-    [prompt], policy = prompts(65), FakePolicy()
-    async with local_cluster(checkpoint("llama"), redis_url, policy=policy, **_tree(tp=1)) as cluster:
+    [prompt], policy = prompts(65), FakePolicy(Option(prefill="prefill-0", decode="decode-3"))
+    async with lab.own(lab.checkpoint("llama"), policy=policy, **exact_tree(2, 2)) as cluster:
         first = await cluster.generate(prompt, _GREEDY, id="first")
         [_, held] = cluster.pools[Role.DECODE]
         hashes = block_hashes(root_hash(cluster.model), prompt, block_size=16)
@@ -100,14 +85,10 @@ async def test_cached_blocks_are_indexed_under_the_new_name_only(
         assert held.id not in cluster.replicas.index.match(hashes)
         with pytest.raises(ReplicaLost):
             await _pull(cluster, held.id, address, hashes)
-        policy.way = Option(prefill=successor.id, decode="decode-2")
+        policy.default = [Option(prefill=successor.id, decode="decode-2")]
         again = await cluster.generate(prompt, _GREEDY, id="again")
         assert again.route.prefill_replica == successor.id and again.route.cached_tokens == 64
         assert again.ids == first.ids
-
-
-def _ask(cluster: LocalCluster, inputs: Sequence[list[int]]) -> list[asyncio.Task[Answer]]:
-    return [asyncio.create_task(cluster.generate(prompt, _GREEDY, id=f"{len(prompt)}")) for prompt in inputs]
 
 
 async def _pull(cluster: LocalCluster, replica: str, address: str, hashes: Sequence[bytes]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from typing import Any
 
 import httpx
@@ -11,43 +12,33 @@ import pytest
 from cluster.cli.top import plain
 from cluster.cli.trace import picture
 from core.index import router_addresses
-from core.process.ports import free_port
 from core.trace.traffic import ShownDecision, TrafficAnswer, TrafficReport
+from core.types.request import Role, Sampling
 from core.types.timeline import RequestPhase, critical_path, spans_of
 from frontend.service import RouterService
 from router.telemetry import traffic
-from tests.e2e.conftest import Checkpoint, exact_tree
-from tests.support.identities import router
-from tests.support.local_cluster import local_cluster
+from tests.e2e.conftest import Lab, exact_tree
 from tests.support.plain_http import http_client
-from tests.support.waiting import becomes, told
+from tests.support.router_service import admin_url, http_url, router_service
+from tests.support.scraping import scrape, targets_of
+from tests.support.waiting import told
 
 
-async def test_operators_see_requests_replicas_and_routers(
-    checkpoint: Checkpoint, redis_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_operators_see_requests_replicas_and_routers(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traffic, "_REPORT_S", 0.05)
     monkeypatch.setattr(router_addresses, "_RENEW_S", 0.05)
-    tree: dict[str, Any] = exact_tree(1, 1)
-    tree["model"] |= {"served_name": "tiny"}
-    async with local_cluster(checkpoint("llama", max_position_embeddings=256), redis_url, **tree) as cluster:
-        services = []
-        for number in (1, 2):
-            ports = {"grpc_port": free_port(), "http_port": free_port()}
-            spec = cluster.spec.model_copy(update={"router": cluster.spec.router.model_copy(update=ports)})
-            identity = cluster.identity(router(f"router-{number}"))
-            services.append(await RouterService.open(spec, credentials=cluster.credentials, identity=identity))
-        try:
-            await becomes(lambda: all(service.health()["decode"] for service in services))
-            await _look(services)
-        finally:
-            await asyncio.gather(*(service.close() for service in services))
-        await cluster.idle()
+    model = {"served_name": "tiny"}
+    async with (
+        lab.shared(lab.checkpoint("llama", max_position_embeddings=256), **exact_tree(1, 1)) as cluster,
+        router_service(cluster, "router-1", model=model) as first,
+        router_service(cluster, "router-2", model=model) as second,
+    ):
+        await _look([first, second])
 
 
 async def _look(services: list[RouterService]) -> None:
-    endpoints = [http_client(base_url="http://{}:{}".format(*service.http_address)) for service in services]
-    admins = [http_client(base_url="http://{}:{}".format(*service.admin_address)) for service in services]
+    endpoints = [http_client(base_url=http_url(service)) for service in services]
+    admins = [http_client(base_url=admin_url(service)) for service in services]
     body = {"prompt": [5 + i % 20 for i in range(70)], "max_tokens": 24, "temperature": 0, "ignore_eos": True}
     answer = await endpoints[0].post("/v1/completions", json=body, headers={"x-request-id": "r-1"}, timeout=60)
     assert answer.status_code == 200 and "traceparent" not in answer.headers
@@ -129,3 +120,47 @@ async def _first(events: httpx.Response, number: int) -> Any:
             number -= 1
             if not number:
                 return
+
+
+async def test_workers_are_scraped_until_they_die(lab: Lab) -> None:
+    """A router lists all routers and workers for Prometheus, and each exports itself alone."""
+    tree = exact_tree(1, 1)
+    tree["model"] |= {"served_name": "tiny"}
+    async with (
+        lab.own(lab.checkpoint("llama"), processes=True, **tree) as cluster,
+        router_service(cluster) as service,
+    ):
+        admin = "{}:{}".format(*service.admin_address)
+
+        async def listed() -> dict[str, str]:
+            targets = await asyncio.to_thread(targets_of, admin)
+            assert all(one.labels["deployment"] == "cluster" and one.labels["model"] == "tiny" for one in targets)
+            return {one.labels.get("replica", one.labels["role"]): one.address for one in targets}
+
+        async def all_are_listed() -> bool:
+            return (await listed()).keys() == {"router", "prefill-0", "decode-1"}
+
+        await told(all_are_listed)
+        addresses = await listed()
+        assert addresses["router"] == admin
+        await cluster.generate(range(5, 60), Sampling(max_tokens=4, temperature=0.0))
+        await cluster.idle()
+
+        samples = await asyncio.to_thread(lambda: list(scrape(addresses["decode-1"])))
+        labels = {"deployment": "cluster", "model": "tiny", "replica": "decode-1", "role": "decode"}
+        assert all(sample.labels.items() >= labels.items() for sample in samples)
+
+        async def has_counted() -> bool:
+            samples = await asyncio.to_thread(lambda: list(scrape(addresses["prefill-0"])))
+            return {sample.name: sample.value for sample in samples}["xpyd_kv_transfer_bytes_total"] > 0
+
+        await told(has_counted)
+        samples = await asyncio.to_thread(lambda: list(scrape(admin)))
+        assert not [sample for sample in samples if "replica" in sample.labels]
+
+        await asyncio.to_thread(cluster.pools[Role.DECODE][0].send, signal.SIGKILL)
+
+        async def has_left() -> bool:
+            return (await listed()).keys() == {"router", "prefill-0"}
+
+        await told(has_left)

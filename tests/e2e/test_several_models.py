@@ -12,16 +12,15 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from core.process.ports import free_port
 from core.rpc import inference_pb2 as pb
 from core.rpc import inference_pb2_grpc as rpc
 from core.types.request import Sampling
 from frontend.attached_deployments import AttachedDeployment, AttachedIdentity
-from frontend.service import RouterService
-from tests.e2e.conftest import Checkpoint, Reference, exact_tree
+from tests.e2e.conftest import Lab, exact_tree
 from tests.engine.steps import prompts
 from tests.support.identities import router
-from tests.support.local_cluster import LocalCluster, local_cluster
+from tests.support.local_cluster import LocalCluster
+from tests.support.router_service import http_url, router_service
 from tests.support.sdk_clients import openai_client
 from tests.support.waiting import becomes, told
 
@@ -37,35 +36,21 @@ def tree_of(model: str, *, name: str = "cluster", **router: Any) -> dict[str, An
 
 
 @pytest.mark.timeout(180)
-async def test_second_model_joins_serves_fails_and_leaves_while_the_first_streams(
-    checkpoint: Checkpoint, reference: Reference, redis_url: str
-) -> None:
-    dirs = {"first": checkpoint("llama"), "second": checkpoint("qwen3")}
-    expected = {
-        name: [[token.token_id for token in tokens] for tokens in reference(model_dir, _ASKED, _GREEDY)]
-        for name, model_dir in dirs.items()
-    }
+async def test_second_model_joins_serves_fails_and_leaves_while_the_first_streams(lab: Lab) -> None:
+    dirs = {"first": lab.checkpoint("llama"), "second": lab.checkpoint("qwen3")}
+    expected = {name: lab.reference.ids(model_dir, _ASKED, _GREEDY) for name, model_dir in dirs.items()}
     assert expected["first"] != expected["second"]
     attached_deployments = list[AttachedDeployment]()
 
     async def find_attached() -> list[AttachedDeployment]:
         return [*attached_deployments]
 
-    endpoints = {"grpc_port": free_port(), "http_port": free_port()}
-    async with local_cluster(dirs["first"], redis_url, **tree_of("first", **endpoints)) as cluster:
-        service = await RouterService.open(
-            cluster.spec,
-            credentials=cluster.credentials,
-            identity=cluster.identity(router("router-1")),
-            find_attached=find_attached,
-        )
-        url = "http://{}:{}/v1".format(*service.http_address)
-        try:
-            async with openai_client(base_url=url, api_key="none") as client:
-                await becomes(lambda: all(service.health().values()))
+    async with lab.own(dirs["first"], **tree_of("first")) as cluster:
+        async with router_service(cluster, find_attached=find_attached) as service:
+            async with openai_client(base_url=f"{http_url(service)}/v1", api_key="none") as client:
                 async with streams(client, expected["first"][1]):
                     beside = tree_of("second", name="beside", endpoints="cluster")
-                    async with local_cluster(dirs["second"], redis_url, is_alone=False, **beside) as second:
+                    async with lab.own(dirs["second"], is_alone=False, **beside) as second:
                         attached_deployments.append(attached(second))
                         await becomes(lambda: service.models == ["first", "second"])
                         assert [model.id async for model in client.models.list()] == ["first", "second"]
@@ -80,9 +65,6 @@ async def test_second_model_joins_serves_fails_and_leaves_while_the_first_stream
                     await becomes(lambda: service.models == ["first"])
                     with pytest.raises(openai.NotFoundError, match="model 'second' is not served here; 'first' is"):
                         await ids_of(client, "second", _ASKED[0])
-        finally:
-            await service.close()
-        await cluster.idle()
 
 
 def attached(cluster: LocalCluster) -> AttachedDeployment:

@@ -14,15 +14,13 @@ from openai import BadRequestError
 from core.identity.deployment_secrets import Purpose
 from core.index.key_channel import KeyPublisher
 from core.index.redis_client import connect_redis
-from core.process.ports import free_port
 from core.rpc import inference_pb2 as pb
 from core.rpc import inference_pb2_grpc as rpc
 from core.types.request import Role
-from frontend.service import RouterService
-from tests.e2e.conftest import Checkpoint
+from tests.e2e.conftest import Lab, exact_tree
 from tests.frontend.access.keys import IssuedKey, book_of, issue
-from tests.support.identities import router
-from tests.support.local_cluster import LocalReplica, local_cluster
+from tests.support.local_cluster import LocalReplica
+from tests.support.router_service import http_url, router_service
 from tests.support.sdk_clients import openai_client
 from tests.support.waiting import becomes
 
@@ -65,40 +63,26 @@ class Asked:
 
 
 @asynccontextmanager
-async def router_with(
-    checkpoint: Checkpoint, redis_url: str, *issued: IssuedKey, max_context: int = 128, **more: Any
-) -> AsyncIterator[Asked]:
-    """Start the deployment. max_context: limit of the model. more: sections of the spec."""
-    tree: dict[str, Any] = {
-        "model": {"served_name": "tiny", "dtype": "float32"},
-        **more,
-        "router": {"grpc_port": free_port(), "http_port": free_port(), "keys": "required"},
-    }
-    model_dir = checkpoint("llama", max_position_embeddings=max_context)
-    async with local_cluster(model_dir, redis_url, **tree) as cluster:
+async def router_with(lab: Lab, *issued: IssuedKey, max_context: int = 128, **more: Any) -> AsyncIterator[Asked]:
+    """Start a router that demands keys. max_context: limit of the model. more: sections of the spec."""
+    tree = exact_tree(1, 1, keys="required", max_local_prefill=512) | more
+    async with lab.own(lab.checkpoint("llama", max_position_embeddings=max_context), **tree) as cluster:
         signing_key = cluster.credentials.key(Purpose.API_KEYS)
-        publisher = KeyPublisher(connect_redis(redis_url), name=cluster.spec.name, signing_key=signing_key)
+        redis = connect_redis(cluster.credentials.index_url)
+        publisher = KeyPublisher(redis, name=cluster.spec.name, signing_key=signing_key)
         await publisher.publish(book_of(*issued))
-        service = await RouterService.open(
-            cluster.spec,
-            credentials=cluster.credentials,
-            identity=cluster.identity(router("router-1")),
-        )
-        try:
-            async with grpc.aio.insecure_channel(f"127.0.0.1:{service.grpc_port}") as channel:
-                await becomes(lambda: all(service.health().values()))
-                [decode] = cluster.pools[Role.DECODE]
-                yield Asked(decode, "http://{}:{}".format(*service.http_address), rpc.InferenceStub(channel))
-        finally:
-            await service.close()
-            await publisher.close()
-        await cluster.idle()
+        async with (
+            router_service(cluster, model={"served_name": "tiny"}) as service,
+            grpc.aio.insecure_channel(f"127.0.0.1:{service.grpc_port}") as channel,
+        ):
+            yield Asked(cluster.pools[Role.DECODE][0], http_url(service), rpc.InferenceStub(channel))
+        await publisher.close()
 
 
 @pytest.mark.timeout(180)
-async def test_cached_prefixes_are_not_shared_across_tenants(checkpoint: Checkpoint, redis_url: str) -> None:
+async def test_cached_prefixes_are_not_shared_across_tenants(lab: Lab) -> None:
     one, its_twin, other = issue("one", tenant="team"), issue("twin", tenant="team"), issue("other")
-    async with router_with(checkpoint, redis_url, one, its_twin, other) as asked:
+    async with router_with(lab, one, its_twin, other) as asked:
         assert await asked.over_http(one) == 0
         assert await asked.over_http(one) > 0, "it finds its own"
         assert await asked.over_grpc(its_twin) > 0, "so does another key of its tenant, at the other door"
@@ -112,10 +96,10 @@ async def test_cached_prefixes_are_not_shared_across_tenants(checkpoint: Checkpo
 
 
 @pytest.mark.timeout(180)
-async def test_saturating_tenant_does_not_delay_others(checkpoint: Checkpoint, redis_url: str) -> None:
+async def test_saturating_tenant_does_not_delay_others(lab: Lab) -> None:
     greedy, modest = issue("greedy"), issue("modest")
     more = {"decode": {"max_running": 4}, "timeouts": {"queue_s": 120}}
-    async with router_with(checkpoint, redis_url, greedy, modest, max_context=4096, **more) as asked:
+    async with router_with(lab, greedy, modest, max_context=4096, **more) as asked:
         with pytest.raises(BadRequestError, match="at most 3 choices of one tenant") as rejected:
             await asked.text(greedy, n=4, num_tokens=2)
         assert rejected.value.param == "n"

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +12,11 @@ import pytest
 from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
-from core.process.ports import free_port
 from core.rpc import inference_pb2 as pb
 from core.rpc import inference_pb2_grpc as rpc
-from frontend.service import RouterService
-from tests.e2e.conftest import Checkpoint
-from tests.support.character_tokenizer import save_tokenizer
-from tests.support.identities import router
-from tests.support.local_cluster import local_cluster
+from tests.e2e.conftest import Lab, exact_tree
+from tests.support.router_service import http_url, router_service
 from tests.support.sdk_clients import anthropic_client, openai_client
-from tests.support.waiting import becomes
 
 _TEMPLATE = "{{ messages[0]['content'] }}<think>{# </think> #}"
 _NUM_MARKER = len("</think>")  # one token per character
@@ -34,40 +26,16 @@ _SCHEMA["additionalProperties"] = False
 _ASKED: dict[str, Any] = {"model": "letters", "messages": _USER, "seed": 5, "max_tokens": 24}
 
 
-@pytest.fixture(scope="module")
-def model_dir(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("letters") / "model"
-    shutil.copytree(checkpoint("llama"), directory)
-    save_tokenizer(directory)
-    return directory
-
-
-@asynccontextmanager
-async def _service(model_dir: Path, redis_url: str, template: Path) -> AsyncIterator[RouterService]:
-    tree = {
-        "model": {"served_name": "letters", "dtype": "float32", "chat_template": str(template)},
-        "kv": {"wire_dtype": "raw"},
-        "prefill": {"kv_memory_gib": 0.1},
-        "decode": {"kv_memory_gib": 0.1},
-        "router": {"grpc_port": free_port(), "http_port": free_port()},
-    }
-    async with local_cluster(model_dir, redis_url, **tree) as cluster:
-        identity = cluster.identity(router("router-1"))
-        service = await RouterService.open(cluster.spec, credentials=cluster.credentials, identity=identity)
-        try:
-            await becomes(lambda: all(service.health().values()))
-            yield service
-        finally:
-            await service.close()
-        await cluster.idle()
-
-
 @pytest.mark.timeout(300)
-async def test_thinking_budget_of_each_client_is_applied(model_dir: Path, redis_url: str, tmp_path: Path) -> None:
+async def test_thinking_budget_of_each_client_is_applied(letters_dir: Path, lab: Lab, tmp_path: Path) -> None:
     template = tmp_path / "thinking.jinja"
     template.write_text(_TEMPLATE)
-    async with _service(model_dir, redis_url, template) as service:
-        url = "http://{}:{}".format(*service.http_address)
+    model = {"served_name": "letters", "chat_template": str(template)}
+    async with (
+        lab.shared(letters_dir, **exact_tree(1, 1)) as cluster,
+        router_service(cluster, model=model) as service,
+    ):
+        url = http_url(service)
         async with openai_client(base_url=f"{url}/v1", api_key="none", timeout=120) as client:
             thought = await _check_openai(client)
         async with anthropic_client(base_url=url, api_key="none", timeout=120) as client:

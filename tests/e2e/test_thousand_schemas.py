@@ -27,9 +27,9 @@ from core.types.failpoint import FailpointStage
 from core.types.request import FinishReason, Role, Sampling
 from engine.cpu.library import open_kernels
 from frontend.text.tokenizer import Tokenizer
-from tests.e2e.conftest import exact_tree
+from tests.e2e.conftest import Lab, exact_tree
 from tests.support.generated_schemas import Schema, schemas
-from tests.support.local_cluster import Answer, LocalCluster, LocalReplica, local_cluster
+from tests.support.local_cluster import Answer, LocalCluster, LocalReplica
 from tests.support.public_schemas import public_schemas
 from tests.support.rank_in_process import Fault
 
@@ -65,36 +65,27 @@ class _Request:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
-async def test_answers_to_some_schemas_are_instances(smollm2_dir: Path, redis_url: str) -> None:
-    requests = _make_requests(Tokenizer(smollm2_dir), schemas(20))
-    here = await _answers(smollm2_dir, redis_url, requests, 0, 1)
-    _check(smollm2_dir, requests, here)
-    assert _ids(await _answers(smollm2_dir, redis_url, requests, 1, 1, kills=True)) == _ids(here)
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(1700)
-async def test_answers_to_a_thousand(smollm2_dir: Path, redis_url: str) -> None:
+async def test_answers_to_a_thousand(smollm2_dir: Path, lab: Lab) -> None:
     requests = _make_requests(Tokenizer(smollm2_dir), schemas(1000))
-    pair = await _answers(smollm2_dir, redis_url, requests, 1, 1)
+    pair = await _answers(lab, smollm2_dir, requests, 1, 1)
     print("ended:", dict(_check(smollm2_dir, requests, pair)))
-    assert _ids(await _answers(smollm2_dir, redis_url, requests, 0, 1)) == _ids(pair)
-    assert _ids(await _answers(smollm2_dir, redis_url, requests, 2, 2, kills=True)) == _ids(pair)
+    assert _ids(await _answers(lab, smollm2_dir, requests, 0, 1)) == _ids(pair)
+    assert _ids(await _answers(lab, smollm2_dir, requests, 2, 2, kills=True)) == _ids(pair)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-async def test_answers_to_public_schemas(smollm2_dir: Path, redis_url: str) -> None:
+async def test_answers_to_public_schemas(smollm2_dir: Path, lab: Lab) -> None:
     tokenizer = Tokenizer(smollm2_dir)
     taken, rejected = public_schemas(GrammarCompiler(smollm2_dir, vocab_size=tokenizer.vocab_size))
     print(f"{len(taken)} schemas are taken, {sum(rejected.values())} are refused:")
     print(*(f"{count:4d} {why}" for why, count in sorted(rejected.items(), key=lambda of: -of[1])), sep="\n")
     assert len(taken) > 200
     requests = _make_requests(tokenizer, taken)
-    pair = await _answers(smollm2_dir, redis_url, requests, 1, 1)
+    pair = await _answers(lab, smollm2_dir, requests, 1, 1)
     print("ended:", dict(_check(smollm2_dir, requests, pair)))
-    assert _ids(await _answers(smollm2_dir, redis_url, requests, 0, 1)) == _ids(pair)
+    assert _ids(await _answers(lab, smollm2_dir, requests, 0, 1)) == _ids(pair)
 
 
 def _make_requests(tokenizer: Tokenizer, drawn: list[Schema]) -> list[_Request]:
@@ -108,7 +99,7 @@ def _make_requests(tokenizer: Tokenizer, drawn: list[Schema]) -> list[_Request]:
 
 
 async def _answers(
-    model_dir: Path, redis_url: str, requests: list[_Request], prefill: int, decode: int, *, kills: bool = False
+    lab: Lab, model_dir: Path, requests: list[_Request], prefill: int, decode: int, *, kills: bool = False
 ) -> list[Answer]:
     """Generate all answers. prefill 0: decode replicas compute the prompts. kills: additional replicas join and die."""
     tree = exact_tree(prefill, decode) | {"timeouts": {"queue_s": 600}}
@@ -117,7 +108,7 @@ async def _answers(
         tree[role] |= {"kv_memory_gib": 0.4, "max_batch_tokens": 256}
     tree["decode"]["max_running"] = _WAVE
     begin, answers, dead = time.monotonic(), list[Answer](), list[LocalReplica]()
-    async with local_cluster(model_dir, redis_url, processes=True, **tree) as cluster:
+    async with lab.own(model_dir, processes=True, **tree) as cluster:
         others: list[LocalReplica] = []
         for number, first in enumerate(range(0, len(requests), _WAVE)):
             if kills and number % _EVERY == 0:
@@ -125,7 +116,6 @@ async def _answers(
                 others = await asyncio.gather(*(cluster.add(role, fault) for role, fault in faults.items()))
             answers += await asyncio.gather(*(_generate(cluster, one) for one in requests[first : first + _WAVE]))
             dead += [other for other in others if other not in dead and other.has_been_hit]
-        await cluster.idle()
     went_on = sum(answer.route.migrations > 0 for answer in answers)
     again = sum(answer.route.attempts > 1 for answer in answers)
     print(

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
-from torch import Tensor
 
 from core.index.prefix_index import Depths
 from core.types.prefix_hash import block_hashes, root_hash
 from core.types.request import Role, Sampling
-from engine.tiers.disk_store import DiskStore
-from router.routing.policy import CandidateReplica, Option, RoutingRequest
+from router.routing.policy import Option
 from router.serving.replica import Replica
-from tests.e2e.conftest import Checkpoint, Reference
+from tests.e2e.conftest import Lab, exact_tree, on_device
 from tests.engine.steps import prompts
+from tests.support.disks import hang_disk
+from tests.support.fake_policy import FakePolicy
 from tests.support.grids import quick
-from tests.support.local_cluster import LocalCluster, LocalReplica, local_cluster
+from tests.support.local_cluster import LocalCluster, LocalReplica
 from tests.support.waiting import becomes
 
 _GREEDY = Sampling(max_tokens=8, temperature=0.0)
@@ -30,19 +30,15 @@ _BLOCK = 3 * 2 * 2 * 16 * 4 * 16 / 2**30  # GiB of the random model, one rank
 _PROMPTS = prompts(100, 100, 100, 100)  # six full blocks each; the pool has room for two prompts
 
 
-def _tree(path: Path, *, host: int = 0, disk: int = 0, tp: int = 1, prefill: int = 1) -> dict[str, Any]:
+def _tree(
+    path: Path, *, host: int = 0, disk: int = 0, tp: int = 1, prefill: int = 1, small: Iterable[Role] = (Role.PREFILL,)
+) -> dict[str, Any]:
+    """small: roles with a small pool and lower tiers."""
+    tree = exact_tree(prefill, 1, tp=(tp, 1))
     tiers = {"kv_host_gib": host * _BLOCK / tp, "kv_disk_gib": disk * _BLOCK / tp, "kv_disk_path": str(path)}
-    return {
-        "model": {"dtype": "float32"},
-        "kv": {"wire_dtype": "raw"},
-        "prefill": {"replicas": prefill, "kv_memory_gib": 14.1 * _BLOCK / tp, "tensor_parallel": tp, **tiers},
-        "decode": {"kv_memory_gib": 0.01},
-        "router": {"max_local_prefill": 0},
-    }
-
-
-def _expected(reference: Reference, model_dir: Path) -> list[list[int]]:
-    return [[token.token_id for token in tokens] for tokens in reference(model_dir, _PROMPTS, _GREEDY)]
+    for role in small:
+        tree[role] |= {"kv_memory_gib": 14.1 * _BLOCK / tp, "max_batch_tokens": 512, **tiers}
+    return tree
 
 
 def _prefill(cluster: LocalCluster) -> Replica:
@@ -63,49 +59,53 @@ async def _stop(cluster: LocalCluster, replica: LocalReplica) -> None:
     await becomes(lambda: cluster.replicas.get(replica.id) is None)
 
 
+_TIERS = {"host": (60, 0), "disk": (0, 60), "both": (5, 60)}  # capacities in blocks
+
+
 @pytest.mark.parametrize(
-    ("tp", "host", "disk"),
-    quick(
-        [(tp, *tiers) for tp in (1, 2) for tiers in ((60, 0), (0, 60), (5, 60))], [(1, 60, 0), (1, 0, 60), (2, 5, 60)]
-    ),
+    ("tp", "tiers", "device"),
+    [
+        *quick(product((1, 2), _TIERS, ["cpu"]), [(1, "host", "cpu"), (1, "disk", "cpu"), (2, "both", "cpu")]),
+        *(pytest.param(1, tiers, "cuda", marks=pytest.mark.gpu) for tiers in _TIERS),
+    ],
 )
-async def test_evicted_blocks_are_reloaded(
-    checkpoint: Checkpoint, reference: Reference, redis_url: str, tmp_path: Path, tp: int, host: int, disk: int
+async def test_evicted_blocks_are_reloaded_and_served_to_a_peer(
+    lab: Lab, tmp_path: Path, tp: int, tiers: str, device: str
 ) -> None:
-    model_dir = checkpoint("llama")
-    expected = _expected(reference, model_dir)
-    async with local_cluster(model_dir, redis_url, **_tree(tmp_path, host=host, disk=disk, tp=tp)) as cluster:
+    model_dir, (host, disk) = lab.checkpoint("llama"), _TIERS[tiers]
+    policy = FakePolicy(here := Option(prefill="prefill-0", decode="decode-2"))
+    expected = lab.reference.ids(model_dir, _PROMPTS, _GREEDY, device=device)
+    tree = on_device(device, _tree(tmp_path, host=host, disk=disk, tp=tp, prefill=2))
+    async with lab.own(model_dir, processes=device == "cuda", policy=policy, **tree) as cluster:
         await _ask_all(cluster, expected)
         again = await cluster.generate(_PROMPTS[0], _GREEDY)
         assert (again.ids, again.route.cached_tokens, again.route.fetched_tokens) == (expected[0], 96, 0)
         await cluster.idle()
-        totals = _prefill(cluster).status.totals
+        totals = cluster.totals(Role.PREFILL)
         assert totals.host_hit_tokens + totals.disk_hit_tokens == 96 and totals.tier_losses == 0
-        assert bool(totals.disk_hit_tokens) == bool(disk)
-        assert bool(totals.host_saved_bytes) == bool(host)
+        assert (bool(totals.host_saved_bytes), bool(totals.disk_hit_tokens)) == (bool(host), bool(disk))
+        policy.default = [replace(here, prefill="prefill-1", fetch_from="prefill-0", fetch_tokens=96)]
+        fetched = await cluster.generate(_PROMPTS[1], _GREEDY)
+        assert (fetched.ids, fetched.route.cached_tokens, fetched.route.fetched_tokens) == (expected[1], 0, 96)
 
 
-async def test_router_index_has_the_tier_of_each_block(
-    checkpoint: Checkpoint, reference: Reference, redis_url: str, tmp_path: Path
-) -> None:
-    model_dir = checkpoint("llama")
-    expected = _expected(reference, model_dir)
-    async with local_cluster(model_dir, redis_url, **_tree(tmp_path, host=60)) as cluster:
+async def test_router_index_has_the_tier_of_each_block(lab: Lab, tmp_path: Path) -> None:
+    model_dir = lab.checkpoint("llama")
+    expected = lab.reference.ids(model_dir, _PROMPTS, _GREEDY)
+    async with lab.own(model_dir, **_tree(tmp_path, host=60)) as cluster:
         await _ask_all(cluster, expected)
         hashes = block_hashes(root_hash(cluster.model), _PROMPTS[0], block_size=16)
         index, replica = cluster.replicas.index, _prefill(cluster).id
         await becomes(lambda: index.depths(hashes).get(replica) == Depths(0, 6, 6))
-        redis.Redis.from_url(redis_url).flushall()
+        redis.Redis.from_url(lab.redis_url).flushdb()
         await cluster.generate(_PROMPTS[0], _GREEDY)
         await becomes(lambda: index.depths(hashes).get(replica) == Depths(6, 6, 6))
 
 
-async def test_lower_tiers_survive_a_role_switch(
-    checkpoint: Checkpoint, reference: Reference, redis_url: str, tmp_path: Path
-) -> None:
-    model_dir = checkpoint("llama")
-    expected, tree = _expected(reference, model_dir), _tree(tmp_path, host=5, disk=60)
-    async with local_cluster(model_dir, redis_url, **tree | {"decode": tree["prefill"]}) as cluster:
+async def test_lower_tiers_survive_a_role_switch(lab: Lab, tmp_path: Path) -> None:
+    model_dir = lab.checkpoint("llama")
+    expected, tree = lab.reference.ids(model_dir, _PROMPTS, _GREEDY), _tree(tmp_path, host=5, disk=60, small=Role)
+    async with lab.own(model_dir, **tree) as cluster:
         await _ask_all(cluster, expected)
         [prefill], [decode] = cluster.pools[Role.PREFILL], cluster.pools[Role.DECODE]
         successor = await cluster.switch(prefill)
@@ -134,16 +134,11 @@ def _cut(path: Path) -> None:
     ("tp", "harm"), quick(product((1, 2), (_flip, _cut, Path.unlink)), [(2, _flip), (1, _cut), (1, Path.unlink)])
 )
 async def test_a_block_that_is_harmed_is_computed_again(
-    checkpoint: Checkpoint,
-    reference: Reference,
-    redis_url: str,
-    tmp_path: Path,
-    tp: int,
-    harm: Callable[[Path], None],
+    lab: Lab, tmp_path: Path, tp: int, harm: Callable[[Path], None]
 ) -> None:
-    model_dir = checkpoint("llama")
-    expected = _expected(reference, model_dir)
-    async with local_cluster(model_dir, redis_url, **_tree(tmp_path, disk=60, tp=tp)) as cluster:
+    model_dir = lab.checkpoint("llama")
+    expected = lab.reference.ids(model_dir, _PROMPTS, _GREEDY)
+    async with lab.own(model_dir, **_tree(tmp_path, disk=60, tp=tp)) as cluster:
         await _ask_all(cluster, expected)
         of_last_rank = tmp_path / "cluster" / "prefill" / cluster.pools[Role.PREFILL][0].id / f"rank-{tp - 1}"
         await becomes(lambda: len([*of_last_rank.glob("*.kv")]) >= 10)
@@ -157,12 +152,10 @@ async def test_a_block_that_is_harmed_is_computed_again(
         assert _prefill(cluster).status.totals.disk_hit_tokens == 0
 
 
-async def test_replica_adopts_the_disk_tier_of_an_ended_one(
-    checkpoint: Checkpoint, reference: Reference, redis_url: str, tmp_path: Path
-) -> None:
-    model_dir = checkpoint("llama")
-    expected = _expected(reference, model_dir)
-    async with local_cluster(model_dir, redis_url, **_tree(tmp_path, disk=60)) as cluster:
+async def test_replica_adopts_the_disk_tier_of_an_ended_one(lab: Lab, tmp_path: Path) -> None:
+    model_dir = lab.checkpoint("llama")
+    expected = lab.reference.ids(model_dir, _PROMPTS, _GREEDY)
+    async with lab.own(model_dir, **_tree(tmp_path, disk=60)) as cluster:
         await _ask_all(cluster, expected)
         await cluster.idle()
         await _stop(cluster, cluster.pools[Role.PREFILL][0])
@@ -170,15 +163,12 @@ async def test_replica_adopts_the_disk_tier_of_an_ended_one(
         await becomes(lambda: _prefill(cluster).status.blocks_disk >= 20)
         answer = await cluster.generate(_PROMPTS[3], _GREEDY)
         assert (answer.ids, answer.route.cached_tokens) == (expected[3], 96)
-        await cluster.idle()
 
 
-async def test_replicas_on_one_node_keep_their_blocks_apart(
-    checkpoint: Checkpoint, reference: Reference, redis_url: str, tmp_path: Path
-) -> None:
-    model_dir = checkpoint("llama")
-    expected = _expected(reference, model_dir)
-    async with local_cluster(model_dir, redis_url, **_tree(tmp_path, disk=60, prefill=2)) as cluster:
+async def test_replicas_on_one_node_keep_their_blocks_apart(lab: Lab, tmp_path: Path) -> None:
+    model_dir = lab.checkpoint("llama")
+    expected = lab.reference.ids(model_dir, _PROMPTS, _GREEDY)
+    async with lab.own(model_dir, **_tree(tmp_path, disk=60, prefill=2)) as cluster:
         for _ in range(2):
             await _ask_all(cluster, expected)
         await cluster.idle()
@@ -186,14 +176,11 @@ async def test_replicas_on_one_node_keep_their_blocks_apart(
         assert all(replica.status.totals.tier_losses == 0 for replica in cluster.replicas)
 
 
-async def test_decode_replica_that_computes_prompts_loads_from_tiers(
-    checkpoint: Checkpoint, reference: Reference, redis_url: str, tmp_path: Path
-) -> None:
-    model_dir = checkpoint("llama")
-    expected = _expected(reference, model_dir)
-    tree = _tree(tmp_path, host=5, disk=60, prefill=0)
-    tree["decode"] = {key: value for key, value in tree["prefill"].items() if key != "replicas"}
-    async with local_cluster(model_dir, redis_url, **tree) as cluster:
+async def test_decode_replica_that_computes_prompts_loads_from_tiers(lab: Lab, tmp_path: Path) -> None:
+    model_dir = lab.checkpoint("llama")
+    expected = lab.reference.ids(model_dir, _PROMPTS, _GREEDY)
+    tree = _tree(tmp_path, host=5, disk=60, prefill=0, small=[Role.DECODE])
+    async with lab.own(model_dir, **tree) as cluster:
         await _ask_all(cluster, expected)
         again = await cluster.generate(_PROMPTS[0], _GREEDY)
         assert again.ids == expected[0]
@@ -203,35 +190,23 @@ async def test_decode_replica_that_computes_prompts_loads_from_tiers(
         assert totals.host_hit_tokens + totals.disk_hit_tokens == 96 and totals.tier_losses == 0
 
 
-async def test_a_disk_that_hangs_is_not_waited_for(
-    checkpoint: Checkpoint, reference: Reference, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model_dir = checkpoint("llama")
-    expected = _expected(reference, model_dir)
-    goes_on = threading.Event()
-    get = DiskStore.get
-
-    def hang(store: DiskStore, place: int, prefix_hash: bytes) -> Tensor | None:
-        goes_on.wait(30)
-        return get(store, place, prefix_hash)
-
-    async with local_cluster(model_dir, redis_url, **_tree(tmp_path, disk=60), timeouts={"transfer_s": 1.0}) as cluster:
+async def test_a_disk_that_hangs_is_not_waited_for(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model_dir = lab.checkpoint("llama")
+    expected = lab.reference.ids(model_dir, _PROMPTS, _GREEDY)
+    async with lab.own(model_dir, **_tree(tmp_path, disk=60), timeouts={"transfer_s": 1.0}) as cluster:
         await _ask_all(cluster, expected)
-        monkeypatch.setattr(DiskStore, "get", hang)
+        goes_on = hang_disk(monkeypatch)
         again = await cluster.generate(_PROMPTS[0], _GREEDY)
         assert (again.ids, again.route.cached_tokens) == (expected[0], 0)
         [blocks] = [replica.blocks for replica in cluster.pools[Role.PREFILL]]
         assert blocks["free"] + blocks["cached"] == blocks["total"] - 6, "what the disk may still write to is kept away"
         goes_on.set()
-        await cluster.idle()
 
 
-async def test_client_that_disconnects_during_a_tier_load_frees_everything(
-    checkpoint: Checkpoint, reference: Reference, redis_url: str, tmp_path: Path
-) -> None:
-    model_dir = checkpoint("llama")
-    expected = _expected(reference, model_dir)
-    async with local_cluster(model_dir, redis_url, **_tree(tmp_path, disk=60)) as cluster:
+async def test_client_that_disconnects_during_a_tier_load_frees_everything(lab: Lab, tmp_path: Path) -> None:
+    model_dir = lab.checkpoint("llama")
+    expected = lab.reference.ids(model_dir, _PROMPTS, _GREEDY)
+    async with lab.own(model_dir, **_tree(tmp_path, disk=60)) as cluster:
         await _ask_all(cluster, expected)
         for patience_s in (0.001, 0.003, 0.01, 0.02):
             for prompt in _PROMPTS:
@@ -241,32 +216,3 @@ async def test_client_that_disconnects_during_a_tier_load_frees_everything(
                         raise TimeoutError  # the load was faster than the client's cancellation
         await cluster.idle()
         await _ask_all(cluster, expected)
-        await cluster.idle()
-
-
-async def test_fetch_is_served_from_a_lower_tier(
-    checkpoint: Checkpoint, reference: Reference, redis_url: str, tmp_path: Path
-) -> None:
-    model_dir, policy = checkpoint("llama"), FakePolicy()
-    expected = _expected(reference, model_dir)
-    tree = _tree(tmp_path, host=5, disk=60, prefill=2)
-    async with local_cluster(model_dir, redis_url, policy=policy, **tree) as cluster:
-        for prompt, tokens in zip(_PROMPTS, expected, strict=True):
-            policy.option = Option(prefill="prefill-0", decode="decode-2")
-            assert (await cluster.generate(prompt, _GREEDY)).ids == tokens
-        policy.option = Option(prefill="prefill-1", decode="decode-2", fetch_from="prefill-0", fetch_tokens=96)
-        answer = await cluster.generate(_PROMPTS[0], _GREEDY)
-        assert (answer.ids, answer.route.cached_tokens, answer.route.fetched_tokens) == (expected[0], 0, 96)
-        await cluster.idle()
-
-
-class FakePolicy:
-    """Policy that sends every request where the test says."""
-
-    def __init__(self) -> None:
-        self.option: Option | None = None
-
-    def options(
-        self, demand: RoutingRequest, prefills: Sequence[CandidateReplica], decodes: Sequence[CandidateReplica]
-    ) -> Sequence[Option]:
-        return [self.option] if self.option else []

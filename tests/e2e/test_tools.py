@@ -9,18 +9,15 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 from jsonschema import Draft202012Validator
 
-from core.process.ports import free_port
-from frontend.service import RouterService
+from tests.e2e.conftest import Lab, smollm2_tree
 from tests.support.grids import quick
-from tests.support.identities import router
-from tests.support.local_cluster import local_cluster
+from tests.support.router_service import http_url, router_service
 from tests.support.sdk_clients import openai_client
+from tests.support.shared_clusters import SharedClusters
 from tests.support.tool_clients import ASKS, SCHEMA
-from tests.support.waiting import becomes
 
 _TEMPLATE = Path(__file__).parent.parent / "frontend" / "chat" / "templates" / "hermes_tools.jinja"
 _TOOL: Any = {
@@ -48,40 +45,23 @@ def _turn(city: str) -> list[Any]:
 
 
 @asynccontextmanager
-async def _served(model_dir: Path, redis_url: str, **model: Any) -> AsyncIterator[str]:
-    """Serve the model and yield the router's URL."""
-    tree = {
-        "model": model,
-        "prefill": {"kv_memory_gib": 0.1},
-        "decode": {"kv_memory_gib": 0.1},
-        "router": {"grpc_port": free_port(), "http_port": free_port()},
-    }
-    async with local_cluster(model_dir, redis_url, **tree) as cluster:
-        service = await RouterService.open(
-            cluster.spec, credentials=cluster.credentials, identity=cluster.identity(router("router-1"))
-        )
-        try:
-            await becomes(lambda: service.health()["decode"])
-            yield "http://{}:{}".format(*service.http_address)
-        finally:
-            await service.close()
-
-
-@asynccontextmanager
-async def _client(model_dir: Path, redis_url: str, template: str | None) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with _served(model_dir, redis_url, served_name="smollm2", chat_template=template) as url:
-        async with openai_client(base_url=f"{url}/v1", api_key="none", timeout=120) as client:
-            yield client
+async def _served(model_dir: Path, shared_cluster: SharedClusters, **model: Any) -> AsyncIterator[str]:
+    """Serve the model and yield the router's URL. model: see router_service."""
+    async with shared_cluster(model_dir, **smollm2_tree()) as cluster, router_service(cluster, model=model) as service:
+        yield http_url(service)
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("template", quick([str(_TEMPLATE), None], [str(_TEMPLATE)]), ids=["hermes", "its own"])
-async def test_tool_call_round_trip(smollm2_dir: Path, redis_url: str, template: str | None) -> None:
+async def test_tool_call_round_trip(smollm2_dir: Path, lab: Lab, template: str | None) -> None:
     """A greedy tool call works unary and streamed, and its result can be sent back. The prompt has example calls."""
     messages = [message for city in ("Paris", "London", "Berlin") for message in _turn(city)]
     messages.append({"role": "user", "content": "What is the weather in Rome?"})
     fields: dict[str, Any] = {"model": "smollm2", "tools": [_TOOL], "temperature": 0, "max_tokens": 48}
-    async with _client(smollm2_dir, redis_url, template) as client:
+    async with (
+        _served(smollm2_dir, lab.shared, chat_template=template) as url,
+        openai_client(base_url=f"{url}/v1", api_key="none", timeout=120) as client,
+    ):
         (choice,) = (await client.chat.completions.create(messages=messages, **fields)).choices
         assert choice.message.tool_calls, choice.message.content
         (call,) = choice.message.tool_calls
@@ -117,10 +97,10 @@ async def test_tool_call_round_trip(smollm2_dir: Path, redis_url: str, template:
 
 
 @pytest.mark.timeout(300)
-async def test_tools_without_a_template_for_them(smollm2_dir: Path, redis_url: str) -> None:
+async def test_tools_without_a_template_for_them(smollm2_dir: Path, lab: Lab) -> None:
     """The demo model's own template knows no tools. Calls are forced on every API, whole and streamed alike."""
     is_valid = Draft202012Validator(SCHEMA).is_valid
-    async with _served(smollm2_dir, redis_url, served_name="tiny") as url:
+    async with _served(smollm2_dir, lab.shared, served_name="tiny") as url:
         first, *_ = ASKS.values()
         for ask in ASKS.values():
             for choice in ("required", "weather")[: 2 if ask is first else 1]:

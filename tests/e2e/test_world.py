@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ast
-import asyncio
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
@@ -16,11 +14,10 @@ from core.rpc import worker_pb2_grpc as rpc
 from core.types.request import Role, Sampling, SequenceRequest
 from core.wire.channel import open_channel
 from core.wire.messages import sequence_to_proto
-from tests.e2e.conftest import Checkpoint, Reference
+from tests.e2e.conftest import Lab, exact_tree
 from tests.engine.steps import prompts
 from tests.support.identities import rank, router
 from tests.support.import_graph import PACKAGES
-from tests.support.local_cluster import local_cluster
 
 _ROOT = Path(__file__).parents[2]
 _WALL_CLOCKS = {"time.time", "time.time_ns", "datetime.now", "datetime.datetime.now", "time.localtime"}
@@ -43,29 +40,21 @@ _SHOWN = {
 }
 
 _GREEDY = Sampling(max_tokens=40, temperature=0.0)
-_TREE: dict[str, Any] = {
-    "model": {"dtype": "float32"},
-    "kv": {"wire_dtype": "raw"},
-    "prefill": {"replicas": 0, "kv_memory_gib": 0.01},
-    "decode": {"replicas": 0, "kv_memory_gib": 0.01},
-    "router": {"max_local_prefill": 0},
-}
 
 
-async def test_a_full_disk_for_logs_stops_nobody(checkpoint: Checkpoint, reference: Reference, redis_url: str) -> None:
-    model_dir, inputs = checkpoint("llama"), prompts(20, 40, 60)
-    expected = [[token.token_id for token in tokens] for tokens in reference(model_dir, inputs, _GREEDY)]
-    async with local_cluster(model_dir, redis_url, processes=True, **_TREE) as cluster:
+async def test_a_full_disk_for_logs_stops_nobody(lab: Lab) -> None:
+    model_dir, inputs = lab.checkpoint("llama"), prompts(20, 40, 60)
+    expected = lab.reference.ids(model_dir, inputs, _GREEDY)
+    async with lab.own(model_dir, processes=True, **exact_tree(0, 0)) as cluster:
         for role in Role:
             await cluster.add(role, log="/dev/full")  # every write to it fails with ENOSPC
-        answers = await asyncio.gather(*(cluster.generate(p, _GREEDY, id=str(i)) for i, p in enumerate(inputs)))
+        answers = await cluster.generate_all(inputs, _GREEDY)
         assert [answer.ids for answer in answers] == expected
-        await cluster.idle()
 
 
-async def test_what_a_router_held_is_free_after_its_death(checkpoint: Checkpoint, redis_url: str) -> None:
+async def test_what_a_router_held_is_free_after_its_death(lab: Lab) -> None:
     """The router is a channel here that closes abruptly, as the kernel closes those of a killed process."""
-    async with local_cluster(checkpoint("llama"), redis_url, processes=True, **_TREE) as cluster:
+    async with lab.own(lab.checkpoint("llama"), processes=True, **exact_tree(0, 0)) as cluster:
         decode = await cluster.add(Role.DECODE)
         seen = cluster.replicas.get(decode.id)
         assert seen
@@ -83,7 +72,6 @@ async def test_what_a_router_held_is_free_after_its_death(checkpoint: Checkpoint
             for call in calls:
                 event = await call.read()
                 assert event is not grpc.aio.EOF and event.WhichOneof("event") == "reserved"
-        await cluster.idle()
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -74,10 +74,7 @@ def parts(*, rehearses: bool) -> Iterator[Part]:
     yield _tests(
         *(
             "a deployment: router, prefill, decode",
-            "tests/e2e/test_disaggregated.py"
-            if rehearses
-            else "tests/e2e/test_gpus.py tests/e2e/test_gpus_drafts.py tests/e2e/test_gpus_roles.py"
-            " tests/e2e/test_gpus_cache.py tests/e2e/test_gpus_asked.py tests/e2e/test_gpus_bits.py",
+            "tests/e2e/test_disaggregated.py" if rehearses else "tests/e2e",
         ),
         few="test_several_choices" if rehearses else "",
         timeout_s=360,

@@ -1,10 +1,12 @@
-"""Fake disks: a full one, and one that records what is synced."""
+"""Fake disks: a full one, one that hangs, and one that records what is synced."""
 
 from __future__ import annotations
 
 import errno
 import os
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +18,20 @@ def fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", fsync)
+
+
+def hang_disk(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Let reads of the disk tiers in this process wait, at most 30 s each, until the event is set."""
+    from engine.tiers.disk_store import DiskStore  # here: it imports torch
+
+    goes_on, get = threading.Event(), DiskStore.get
+
+    def hang(store: DiskStore, place: int, prefix_hash: bytes) -> Any:
+        goes_on.wait(30)
+        return get(store, place, prefix_hash)
+
+    monkeypatch.setattr(DiskStore, "get", hang)
+    return goes_on
 
 
 class FakeDisk:

@@ -9,6 +9,7 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from copy import copy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,14 +25,13 @@ from core.identity.deployment_secrets import DeploymentSecrets, Purpose
 from core.identity.process_name import ProcessName
 from core.index.redis_client import connect_redis
 from core.model import config as model_config
+from core.rpc.worker_pb2 import Totals
 from core.spec.loader import parse_spec
 from core.spec.schema import Spec
-from core.types.constraints import Grammar
 from core.types.launch import Launch
 from core.types.prompt_logprobs import PromptLogprobs
 from core.types.request import Role, SampledToken, Sampling, SequenceRequest
 from core.types.role_switch import other
-from core.types.thinking_budget import ThinkingBudget
 from router.generation import RequestRoute
 from router.routing.chooser import Chooser
 from router.routing.plain_policies import make_policy
@@ -45,11 +45,12 @@ from router.telemetry.metrics import Metrics
 from tests.support.ceiling import Ceiling
 from tests.support.hosts import Host
 from tests.support.identities import in_clear, proven, tls_credentials
-from tests.support.rank_in_process import RANKS_LOG, Fault, RankInProcess
-from tests.support.waiting import WITHIN_S, becomes
+from tests.support.rank_in_process import RANKS_LOG, Fault, RankInProcess, audit
+from tests.support.waiting import WITHIN_S, becomes, beside
 
 _MAKERS = {Role.PREFILL: prefill_worker.actor.make_rank, Role.DECODE: decode_worker.actor.make_rank}
-_REFRESH_S = 0.02  # routers would read the membership less often, and each start of a replica waits for that
+SETTLE_S = 30.0  # shorter than the expiry of a handoff, so free blocks were returned and did not expire
+REFRESH_S = 0.02  # routers would read the membership less often, and each start of a replica waits for that
 
 
 @dataclass
@@ -75,6 +76,11 @@ class LocalReplica:
     def blocks(self) -> dict[str, int]:
         return dict(self.ranks[0].status()["blocks"])
 
+    def audit(self, *, clear: bool) -> None:
+        """Check the blocks of the idle replica; see rank_in_process.audit."""
+        for rank in self.ranks:
+            rank.audit(clear=clear) if isinstance(rank, RankInProcess) else audit(rank, clear=clear)
+
 
 @dataclass
 class Answer:
@@ -91,15 +97,19 @@ class Answer:
 
 @dataclass
 class LocalCluster:
+    """Ranks of a deployment, and its router while `routed` runs."""
+
     launch: Launch
     authority: Authority
     router: Identity
     model: str
-    replicas: Replicas
-    core: RouterCore
     processes: bool = False
     host: str = "127.0.0.1"  # of ranks that run on no other Host
+    settle_s: float = SETTLE_S  # limit for replicas to become idle
     pools: dict[Role, list[LocalReplica]] = field(default_factory=lambda: {role: [] for role in Role})
+    replicas: Replicas = field(init=False)
+    core: RouterCore = field(init=False)
+    _before: dict[str, Totals] = field(default_factory=dict)
     _next_id: int = 0
     _identities: list[Identity] = field(default_factory=list)
 
@@ -113,6 +123,58 @@ class LocalCluster:
     @property
     def credentials(self) -> DeploymentSecrets:
         return self.launch.credentials
+
+    @property
+    def every_replica(self) -> list[LocalReplica]:
+        return [replica for pool in self.pools.values() for replica in pool]
+
+    @asynccontextmanager
+    async def routed(self, policy: Policy | None = None, *, clear: bool = False) -> AsyncIterator[None]:
+        """Run a router with the settings of `spec`, and assert at the end that nothing is left behind.
+
+        policy: overrides the spec's. clear: see `check_whole`.
+        """
+        spec, model_dir = self.spec, Path(self.spec.model.source)
+        self.replicas = Replicas(lambda member: GrpcWorker(member, identity=self.router))
+        redis = connect_redis(self.credentials.index_url)
+        discovery = Discovery(redis, self.replicas, name=spec.name, key=self.credentials.key(Purpose.MEMBERS))
+        policy = policy or make_policy(spec.router.policy, prefix_fetches=True)
+        self.core = RouterCore(
+            self.replicas,
+            Chooser(policy, max_local_tokens=spec.router.max_local_prefill),
+            model=self.model,
+            block_size=spec.kv.block_size,
+            vocab_size=model_config.load(model_dir).vocab_size,
+            queue_s=spec.timeouts.queue_s,
+            max_waiting=spec.router.max_waiting,
+            metrics=Metrics(),
+        )
+        discovery.start(refresh_s=REFRESH_S)
+        try:
+            yield
+            await self.check_whole(clear=clear)
+        finally:
+            await discovery.close()
+            await self.replicas.close()
+
+    async def start(self) -> None:
+        """Start the replicas that the spec asks for."""
+        starting = [self.add(role) for role in Role for _ in range(self.spec.pool(role).replicas)]
+        if self.processes:
+            await asyncio.gather(*starting)
+        else:  # sequentially, because they share an interpreter
+            for start in starting:
+                await start
+
+    async def until_known(self) -> None:
+        """Wait until the router knows all replicas of a cluster that runs already, and count their totals from here."""
+        await self.until(lambda: all(self._is_usable(replica) for replica in self.every_replica))
+        self._before = {replica.id: copy(replica.status.totals) for replica in self.replicas}
+
+    def stop(self) -> None:
+        for replica in self.every_replica:
+            for rank in replica.ranks:
+                rank.stop()
 
     async def add(
         self,
@@ -149,7 +211,7 @@ class LocalCluster:
         bindings = await asyncio.gather(*(asyncio.to_thread(rank.bind) for rank in replica.ranks))
         addresses = [binding["address"] for binding in bindings]
         await asyncio.gather(*(asyncio.to_thread(rank.load, addresses) for rank in replica.ranks))
-        await self.until(lambda: (seen := self.replicas.get(replica.id)) and seen.is_usable)
+        await self.until(lambda: self._is_usable(replica))
         return replica
 
     def identity(self, name: ProcessName) -> Identity:
@@ -163,27 +225,16 @@ class LocalCluster:
             identity.renew(tls_credentials(self.authority, identity.name))
 
     async def generate(
-        self,
-        prompt: Sequence[int],
-        sampling: Sampling,
-        *,
-        id: str = "r",
-        n: int = 1,
-        salt: str = "",
-        grammar: Grammar | None = None,
-        thinking: ThinkingBudget | None = None,
-        num_prompt_logprobs: int | None = None,
+        self, prompt: Sequence[int], sampling: Sampling, *, id: str = "r", n: int = 1, **fields: Any
     ) -> Answer:
+        """fields: of SequenceRequest."""
         request = SequenceRequest(
             id=id,
             token_ids=tuple(prompt),
             num_prompt_tokens=len(prompt),
             sampling=sampling,
             choices=tuple(range(n)),
-            salt=salt,
-            grammar=grammar,
-            thinking=thinking,
-            num_prompt_logprobs=num_prompt_logprobs,
+            **fields,
         )
         tokens: dict[int, list[SampledToken]] = {choice: [] for choice in range(n)}
         async with self.core.start(request) as generation:
@@ -192,13 +243,35 @@ class LocalCluster:
                     tokens[choice] += some
         return Answer(tokens, generation.route, generation.prompt_logprobs)
 
-    async def idle(self, *, timeout_s: float = 30.0) -> None:
-        """Wait until every live replica is idle and has all its blocks back.
+    async def generate_all(
+        self, prompts: Sequence[Sequence[int]], samplings: Sampling | Sequence[Sampling], **options: Any
+    ) -> list[Answer]:
+        """Generate concurrently, within WITHIN_S. samplings: one for all, or one of each prompt."""
+        every = [samplings] * len(prompts) if isinstance(samplings, Sampling) else samplings
+        requests = [
+            self.generate(prompt, sampling, id=str(number), **options)
+            for number, (prompt, sampling) in enumerate(zip(prompts, every, strict=True))
+        ]
+        async with asyncio.timeout(WITHIN_S):
+            return await asyncio.gather(*requests)
 
-        The timeout of 30 s is shorter than the expiry of a handoff, so free blocks were returned and did not expire.
+    async def idle(self, *, timeout_s: float | None = None) -> None:
+        """Wait until every live replica is idle and has all its blocks back. timeout_s: None for `settle_s`."""
+        await becomes(
+            lambda: all(_is_idle(one) for one in self.every_replica if one.is_alive),
+            within_s=timeout_s or self.settle_s,
+        )
+
+    async def check_whole(self, *, clear: bool = False) -> None:
+        """Assert that every request has ended, and that each live replica has all its blocks in consistent tables.
+
+        clear: forget what the replicas have cached.
         """
-        every = [replica for pool in self.pools.values() for replica in pool]
-        await becomes(lambda: all(_is_idle(one) for one in every if one.is_alive), within_s=timeout_s)
+        await becomes(lambda: not self.core.num_running + self.core.admission.num_waiting, within_s=self.settle_s)
+        await self.idle()
+        for replica in self.every_replica:
+            if replica.is_alive:
+                await asyncio.to_thread(replica.audit, clear=clear)
 
     async def until(self, condition: Callable[[], Any]) -> None:
         """Wait for a condition that changes with the replicas' reports. Raises TimeoutError."""
@@ -227,7 +300,7 @@ class LocalCluster:
         self.pools[role].append(successor)
         addresses = [rank.bind()["address"] for rank in successor.ranks]
         await asyncio.gather(*(asyncio.to_thread(rank.load, addresses) for rank in successor.ranks))
-        await self.until(lambda: (seen := self.replicas.get(successor.id)) and seen.is_usable)
+        await self.until(lambda: self._is_usable(successor))
         return successor
 
     def _become(self, rank: Any, role: Role, identity: Identity) -> Any:
@@ -240,38 +313,22 @@ class LocalCluster:
         successor.succeed(rank)
         return successor
 
+    def totals(self, role: Role, number: int = 0) -> Totals:
+        """Return the scalar totals of one replica of a pool since the test began."""
+        replica = self.pools[role][number]
+        now, before = self.seen(replica).status.totals, self._before.get(replica.id, Totals())
+        names = [field.name for field in Totals.DESCRIPTOR.fields if field.message_type is None]
+        return Totals(**{name: getattr(now, name) - getattr(before, name) for name in names})
+
+    def _is_usable(self, replica: LocalReplica) -> bool:
+        seen = self.replicas.get(replica.id)
+        return seen is not None and seen.is_usable
+
     def seen(self, replica: LocalReplica) -> Replica:
         """Return the router's view of the replica."""
         found = self.replicas.get(replica.id)
         assert found
         return found
-
-
-@asynccontextmanager
-async def second_router(
-    cluster: LocalCluster, *, index_url: str = "", has_controller: bool = False
-) -> AsyncIterator[Replicas]:
-    """Yield the replicas as another router finds them. index_url: of another Redis. has_controller: ask the replicas
-    for their records, as the controller does."""
-
-    async def find_members() -> list[bytes]:
-        every = [replica for pool in cluster.pools.values() for replica in pool]
-        return [replica.ranks[0].status()["member"] for replica in every]
-
-    replicas = Replicas(lambda member: GrpcWorker(member, identity=cluster.router))
-    discovery = Discovery(
-        connect_redis(index_url or cluster.credentials.index_url),
-        replicas,
-        name=cluster.spec.name,
-        key=cluster.credentials.key(Purpose.MEMBERS),
-        find_members=find_members if has_controller else None,
-    )
-    discovery.start(refresh_s=_REFRESH_S)
-    try:
-        yield replicas
-    finally:
-        await discovery.close()
-        await replicas.close()
 
 
 async def moved(cluster: LocalCluster, answering: Coroutine[Any, Any, Answer], under: Ceiling) -> Answer:
@@ -286,17 +343,6 @@ async def moved(cluster: LocalCluster, answering: Coroutine[Any, Any, Answer], u
         answer = await task
     assert answer.route.decode_replica == target.id and answer.route.attempts == 1
     return answer
-
-
-@asynccontextmanager
-async def beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run `work`, which does not end by itself, until the block ends."""
-    task = asyncio.create_task(work)
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
 
 
 def _identity(spec: Spec, authority: Authority, name: ProcessName) -> Identity:
@@ -323,48 +369,35 @@ async def local_cluster(
     is_alone: bool = True,
     **tree: Any,
 ) -> AsyncIterator[LocalCluster]:
-    """Deploy the spec `tree` with the model in `model_dir`. policy: overrides the spec's. is_alone: flush Redis.
+    """Deploy the spec `tree` with the model in `model_dir`, for one test. policy: overrides the spec's.
 
-    A pool without a size has 0.1 GiB: clearing the default of 1 GiB takes two seconds per rank.
+    is_alone: empty the database in Redis. Tests that change nothing of their cluster use tests.support.shared_clusters.
     """
-    tree.setdefault("model", {}).update(source=str(model_dir))
-    tree |= {role.value: {"kv_memory_gib": 0.1} | tree.get(role.value, {}) for role in Role}
-    spec = parse_spec(tree)
-    if is_alone:
-        redis.Redis.from_url(redis_url).flushall()
-    fingerprint = model_config.fingerprint(model_dir)
-    is_lent = spec.security.tls == "files"
-    authority = open_files(spec.security) if is_lent else Authority.create(spec.name)
-    router = _identity(spec, authority, ProcessName.of_router(spec.name, "router-0"))
-    replicas = Replicas(lambda member: GrpcWorker(member, identity=router))
-    credentials = DeploymentSecrets.new(index_url=redis_url)
-    launch = Launch(spec=spec, log_dir="unused", credentials=credentials)
-    discovery = Discovery(connect_redis(redis_url), replicas, name=spec.name, key=credentials.key(Purpose.MEMBERS))
-    policy = policy or make_policy(spec.router.policy, prefix_fetches=True)
-    core = RouterCore(
-        replicas,
-        Chooser(policy, max_local_tokens=spec.router.max_local_prefill),
-        model=fingerprint,
-        block_size=spec.kv.block_size,
-        vocab_size=model_config.load(model_dir).vocab_size,
-        queue_s=spec.timeouts.queue_s,
-        max_waiting=spec.router.max_waiting,
-        metrics=Metrics(),
-    )
-    cluster = LocalCluster(launch, authority, router, fingerprint, replicas, core, processes, host)
-    discovery.start(refresh_s=_REFRESH_S)
+    cluster = make_cluster(parse_tree(model_dir, tree), redis_url, processes=processes, host=host, is_alone=is_alone)
     try:
-        starting = [cluster.add(role) for role in Role for _ in range(spec.pool(role).replicas)]
-        if processes:
-            await asyncio.gather(*starting)
-        else:  # sequentially, because they share an interpreter
-            for start in starting:
-                await start
-        yield cluster
+        async with cluster.routed(policy):
+            await cluster.start()
+            yield cluster
     finally:
-        await discovery.close()
-        await replicas.close()
-        for pool in cluster.pools.values():
-            for replica in pool:
-                for rank in replica.ranks:
-                    await asyncio.to_thread(rank.stop)
+        await asyncio.to_thread(cluster.stop)
+
+
+def parse_tree(model_dir: Path, tree: dict[str, Any]) -> Spec:
+    """Return the spec of a deployment of this model; a pool without a size has 0.1 GiB."""
+    tree.setdefault("model", {}).update(source=str(model_dir))
+    return parse_spec(tree | {role.value: {"kv_memory_gib": 0.1} | tree.get(role.value, {}) for role in Role})
+
+
+def make_cluster(spec: Spec, redis_url: str, *, is_alone: bool = True, **options: Any) -> LocalCluster:
+    """Return a cluster without replicas. is_alone: empty its database in Redis. options: of LocalCluster."""
+    if is_alone:
+        with redis.Redis.from_url(redis_url) as client:
+            client.flushdb()
+    authority = open_files(spec.security) if spec.security.tls == "files" else Authority.create(spec.name)
+    return LocalCluster(
+        launch=Launch(spec=spec, log_dir="unused", credentials=DeploymentSecrets.new(index_url=redis_url)),
+        authority=authority,
+        router=_identity(spec, authority, ProcessName.of_router(spec.name, "router-0")),
+        model=model_config.fingerprint(Path(spec.model.source)),
+        **options,
+    )

@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -19,9 +20,11 @@ from core.identity.credentials import Identity
 from core.types.failpoint import FailpointStage
 from core.types.launch import Launch
 from core.types.request import Role
+from engine.kv.block_manager import BlockManager
 from tests.support import hosts
 from tests.support.ceiling import Ceiling
 from tests.support.forks import forks
+from worker.rank_process import RankProcess
 
 _MODULES = {Role.PREFILL: "prefill_worker.actor", Role.DECODE: "decode_worker.actor"}
 _ANSWER_S = 110.0  # on a GPU the first rank compiles kernels while it loads
@@ -54,6 +57,38 @@ class FaultyProbe:
         for fault, times in self._faults:
             if fault.stage is stage and next(times) == fault.nth:
                 os.kill(os.getpid(), fault.number)
+
+
+def audit(rank: RankProcess, *, clear: bool) -> None:
+    """Assert on its step thread that an idle rank 0 has all its blocks, and that its tables agree.
+
+    The pools of other ranks follow it. clear: forget all cached blocks and states, too.
+    """
+    service, parts = rank._service, rank._parts
+    if not service or not parts:
+        return
+    result: Future[None] = Future()
+
+    def check() -> None:
+        try:
+            parts.tiers.table.check_integrity()
+            assert not service.worker.num_requests and service.worker.is_whole, "a request holds blocks"
+            if clear:
+                _forget_all(parts.blocks)
+            result.set_result(None)
+        except Exception as error:  # raised in the test; here it would end the step thread
+            result.set_exception(error)
+
+    service.post(check)
+    result.result(_END_S)
+
+
+def _forget_all(blocks: BlockManager) -> None:
+    for prefix_hash in blocks.states.full_hashes() if blocks.states else ():
+        blocks.states.forget(prefix_hash)
+    for prefix_hash in blocks.full_hashes():
+        blocks.discard(prefix_hash)
+    blocks.check_integrity()
 
 
 class RankInProcess:
@@ -117,6 +152,9 @@ class RankInProcess:
     def become(self, role: Role, identity: Identity) -> Any:
         """Switch the role, like cluster.ray.rank_actor: the drained process becomes a rank of another replica."""
         return self._ask("become", role, identity)
+
+    def audit(self, *, clear: bool) -> None:
+        self._ask("audit", clear)
 
     def stop(self) -> None:
         """Leave in order; a dead or hanging process is only reaped."""
@@ -188,7 +226,13 @@ class _Rank:
         self._now = make(role)
 
     def do(self, method: str, *args: Any) -> Any:
-        return self._become(*args) if method == "become" else getattr(self._now, method)(*args)
+        match method:
+            case "become":
+                return self._become(*args)
+            case "audit":
+                return audit(self._now, clear=args[0])
+            case _:
+                return getattr(self._now, method)(*args)
 
     def _become(self, role: Role, identity: Identity) -> Any:
         successor = self._make(role, identity=identity)

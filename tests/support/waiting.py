@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -51,3 +52,14 @@ async def stays(condition: Callable[[], object], *, for_s: float) -> None:
     while time.monotonic() < end_at:
         assert condition()
         await asyncio.sleep(_LOOK_S)
+
+
+@asynccontextmanager
+async def beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run `work`, which does not end by itself, until the block ends."""
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
