@@ -360,12 +360,7 @@ def test_local_decodes_make_room_for_the_parts_of_a_prompt(num_parts: int, choic
     """Otherwise the prompts of a prefill replica would wait for whole answers."""
     windows = WindowManager(num_parts, num_blocks=_NUM_BLOCKS, window=_WINDOW, block_size=_BLOCK, max_batch_tokens=8)
     config = SchedulerConfig(
-        max_batch_tokens=8,
-        max_running=8,
-        max_waiting=9,
-        decodes=False,
-        max_local_decodes=4,
-        max_local_decode_blocks=16,
+        max_batch_tokens=8, max_running=8, max_waiting=9, decodes=False, max_local_decodes=4, max_local_decode_blocks=16
     )
     blocks = BlockManager(_NUM_BLOCKS, windows=windows)
     engine = Engine(FakeWindowPool(), choose, blocks, config, block_size=_BLOCK)

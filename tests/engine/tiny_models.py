@@ -84,10 +84,7 @@ CONFIGS = {
     "qwen3_5_moe": Qwen3_5MoeTextConfig,
 }
 LATENT = {"kv_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10}
-LATENT |= {
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-}  # in transformers' format: heads are expanded, then rotated in part
+LATENT |= {"num_key_value_heads": 4, "head_dim": 8}  # in transformers' format: heads are expanded, then rotated in part
 ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "first_k_dense_replace": 1}
 GROUPS = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7}
 DEEPSEEK_V2 = {"q_lora_rank": None, "n_shared_experts": 2, "topk_method": "greedy"} | LATENT | ROUTED

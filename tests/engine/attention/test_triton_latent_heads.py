@@ -61,12 +61,7 @@ def test_mixed_rows_equal_naive_attention(by: str, most_keys: int, dtype: str, m
     pool.write_latents(0, torch.arange(160), random(160, LATENT + ROPE))
     order = iter(torch.randperm(40, generator=torch.Generator().manual_seed(1)).tolist())
     rows = [
-        Row(
-            token_ids=range(n),
-            start=start,
-            blocks=[next(order) for _ in range(-(-(start + n) // 4))],
-            num_logits=1,
-        )
+        Row(token_ids=range(n), start=start, blocks=[next(order) for _ in range(-(-(start + n) // 4))], num_logits=1)
         for start, n in [(0, 1), (0, 6), (29, 1), (9, 5), (14, 1)]
     ]
     batch = Batch.of(rows, block_size=4)

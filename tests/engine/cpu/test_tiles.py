@@ -297,8 +297,7 @@ def test_amx_attention_equals_plain_attention(
 
 @pytest.mark.parametrize("whose", ["tiled_kernels", "kernels"])
 @pytest.mark.parametrize(
-    "steps",
-    [(0, 20), (20, 0), (0, 1, 0, 5, 5.5, 2), pytest.param((0,) * 750 + (5,) * 750, id="at once")],
+    "steps", [(0, 20), (20, 0), (0, 1, 0, 5, 5.5, 2), pytest.param((0,) * 750 + (5,) * 750, id="at once")]
 )
 def test_scores_may_change_by_any_amount(request: pytest.FixtureRequest, whose: str, steps: tuple[float, ...]) -> None:
     """Scores change from key to key beyond the range of floats, so that maxima are recomputed.

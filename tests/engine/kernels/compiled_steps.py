@@ -328,12 +328,7 @@ def ship(replica: ModelRunner, wire_dtype: str, launches: list[Launch]) -> None:
     codec.warm_up(DEVICE)
     warm = len(launches)
     for first_head, num_tokens in ((0, 51), (0, 64), (num_heads // 2, 51)):
-        segment = Segment(
-            first_layer=0,
-            num_layers=min(2, layout.num_layers),
-            first_token=7,
-            num_tokens=num_tokens,
-        )
+        segment = Segment(first_layer=0, num_layers=min(2, layout.num_layers), first_token=7, num_tokens=num_tokens)
         heads = [range(first_head, max(first_head + 1, num_heads))] * layout.num_layers
         slots = slots_of(pool, range(10), 6, num_tokens + 1)[1:]
         payload = torch.empty(codec.num_bytes(segment, heads), dtype=torch.uint8, device=DEVICE)

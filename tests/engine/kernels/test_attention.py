@@ -13,10 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.kernels.attention.attention_rule import AttentionRule
-from engine.kernels.attention.decode_attention import (
-    launch_decode_attention,
-    reference_decode_attention,
-)
+from engine.kernels.attention.decode_attention import launch_decode_attention, reference_decode_attention
 from engine.kernels.attention.dense_prefill import (
     Carry,
     Slice,

@@ -55,12 +55,7 @@ LAUNCHED = [(1, "fp8_e4m3", *STEPS[2]), (2, "int8", *STEPS[3])]
     ),
 )
 def test_mixed_step_equals_torch(
-    layer: int,
-    dtype: str,
-    is_launched: bool,
-    is_gathered: bool,
-    most_queries: int,
-    monkeypatch: pytest.MonkeyPatch,
+    layer: int, dtype: str, is_launched: bool, is_gathered: bool, most_queries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two prompts, one of them a chunk as short as a few query groups, with two single tokens between them."""
     for name in ("MIN_QUERIES", "MIN_QUERIES_OF_CODES") if is_gathered else ():

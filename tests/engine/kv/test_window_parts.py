@@ -143,9 +143,6 @@ def test_replayed_steps_use_parts(tiny_model: MakeModel, make_runner: MakeRunner
     for position in range(40):
         for table, context in zip(tables, contexts, strict=True):
             windows.advance(table, context + position, context + position + 1)
-        expected, found = (
-            as_on_gpu(whole, steps[0].batch()),
-            freed.forward(steps[1].batch()),
-        )
+        expected, found = (as_on_gpu(whole, steps[0].batch()), freed.forward(steps[1].batch()))
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
     assert replays.num_replays == num_replayed + 40

@@ -65,12 +65,7 @@ QWEN2_MOE = {
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 36,
 }
-GRANITE = {
-    "embedding_multiplier": 3.0,
-    "attention_multiplier": 0.3,
-    "residual_multiplier": 0.4,
-    "logits_scaling": 2.5,
-}
+GRANITE = {"embedding_multiplier": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.4, "logits_scaling": 2.5}
 QWEN3_MOE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -81,14 +76,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, one head for all": ("llama", {"num_key_value_heads": 1}),
     "llama, no grouping": ("llama", {"num_key_value_heads": 4}),
     "llama, llama3 rope": ("llama", {"rope_parameters": LLAMA3}),
-    "llama, llama3 rope, no waves between": (
-        "llama",
-        {"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}},
-    ),
-    "llama, linear rope": (
-        "llama",
-        {"rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 3.0}},
-    ),
+    "llama, llama3 rope, no waves between": ("llama", {"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}}),
+    "llama, linear rope": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 3.0}}),
     "llama, dynamic rope": (
         "llama",
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}},
@@ -101,10 +90,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {}),
     "mistral, sliding window": ("mistral", {"sliding_window": 11}),
     "qwen2": ("qwen2", {}),
-    "qwen2, some layers slide": (
-        "qwen2",
-        {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
-    ),
+    "qwen2, some layers slide": ("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
     "qwen3": ("qwen3", {}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "mixtral, sliding window": ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 11}),

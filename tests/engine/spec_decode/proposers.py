@@ -13,10 +13,7 @@ from engine.spec_decode.proposer import Proposal, Proposer
 from engine.spec_decode.step_cost import ProposalCost
 from engine.spec_decode.suffix import Corpus, Suffix
 
-OURS: Mapping[str, Callable[[], Proposer]] = {
-    "ngram": lambda: Suffix(),
-    "suffix": lambda: Suffix(Corpus()),
-}
+OURS: Mapping[str, Callable[[], Proposer]] = {"ngram": lambda: Suffix(), "suffix": lambda: Suffix(Corpus())}
 
 
 def sequence_of(

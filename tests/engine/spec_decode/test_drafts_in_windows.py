@@ -104,13 +104,7 @@ def _check(
     ],
 )
 def test_drafts_see_their_windows(
-    method: str,
-    family: str,
-    dtype: str,
-    is_async: bool,
-    tiny_model: MakeModel,
-    make_runner: MakeRunner,
-    tmp_path: Path,
+    method: str, family: str, dtype: str, is_async: bool, tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path
 ) -> None:
     _check(method, family, dtype, tiny_model, make_runner, tmp_path, is_async=is_async)
 

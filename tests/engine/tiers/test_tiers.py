@@ -114,11 +114,7 @@ class _Replica:
         self.blocks = BlockManager(self.num_blocks, policy, num_states=self.num_states, windows=windows)
         lower = {tier: BlockAllocator(count) for tier, count in self.ranks[0].tiers.num_places.items()}
         self.table: TierTable[str] = TierTable(
-            self.blocks,
-            lower,
-            num_ranks=2,
-            place_bytes=self.layout.place_bytes,
-            num_pieces=self.layout.num_pieces,
+            self.blocks, lower, num_ranks=2, place_bytes=self.layout.place_bytes, num_pieces=self.layout.num_pieces
         )
         # Tiers according to a follower of `take_changes`.
         self.known: dict[bytes, Tier] = {}

@@ -23,15 +23,7 @@ from tests.engine.gang import StartGang
 from tests.engine.mistral_files import FP8, NVFP4, fp8, nvfp4, write_mistral
 from tests.engine.quantized_files import Quantised, fp8_channels
 from tests.engine.steps import prompts, step
-from tests.engine.tiny_models import (
-    MISTRAL4,
-    YARN,
-    MakeModel,
-    MakeRunner,
-    random_model,
-    reference_logits,
-    tiny_config,
-)
+from tests.engine.tiny_models import MISTRAL4, YARN, MakeModel, MakeRunner, random_model, reference_logits, tiny_config
 
 _SCALED = YARN | {"llama_4_scaling_beta": 0.3}
 _UNSCALED = _SCALED | {"attention_factor": 1.0}

@@ -167,10 +167,7 @@ def test_contradictory_tensors_are_rejected(
         ({"layer_quant_config": {"*.mlp.*": {"weight": {"dtype": "fp8_e4m3"}}, "*.self_attn.*": {}}}, ""),
         ({"global_quant_config": {"weight": {"dtype": "fp4", "scale_format": "float32"}}}, "weight fp4 float32 is not"),
         ({"layer_type_quant_config": {"Linear": {"weight": {"dtype": "fp6_e3m2"}}}}, "weight fp6_e3m2 is not"),
-        (
-            {"global_quant_config": {"weight": [{"dtype": "fp8_e4m3"}, {"dtype": "int4"}]}},
-            "weight in two stages",
-        ),
+        ({"global_quant_config": {"weight": [{"dtype": "fp8_e4m3"}, {"dtype": "int4"}]}}, "weight in two stages"),
         ({"layer_quant_config": "none"}, "layer_quant_config is 'none', and must hold objects"),
         ({"global_quant_config": ["fp4"]}, "global_quant_config is .*, and must hold objects"),
     ],

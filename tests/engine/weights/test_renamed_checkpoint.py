@@ -43,11 +43,7 @@ def write(directory: Path, family: dict[str, Any], tensors: dict[str, Tensor]) -
 @pytest.mark.parametrize(
     ("family", "tensors", "complaint"),
     [
-        (
-            _GPT_OSS,
-            {f"{_EXPERTS}gate_up_proj": (2, 8, 8)},
-            "is (2, 8, 8): 2 experts, but config.json has 3",
-        ),
+        (_GPT_OSS, {f"{_EXPERTS}gate_up_proj": (2, 8, 8)}, "is (2, 8, 8): 2 experts, but config.json has 3"),
         (_GPT_OSS, {f"{_EXPERTS}gate_up_proj": (1 << 40, 0, 8)}, "1099511627776 experts, but config.json has 3"),
         (_GPT_OSS, {f"{_EXPERTS}gate_up_proj": (3, 8, 7)}, "gate_up_proj has 7 rows, and must have an even number"),
         (_GPT_OSS, {f"{_EXPERTS}gate_up_proj": (3,)}, "gate_up_proj is (3,), and must have 3 dimensions"),

@@ -19,12 +19,7 @@ pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
 QWEN = ChoiceRule(num_choices=8, normalizes_weights=True)
 V2 = ChoiceRule(num_choices=6, num_groups=8, num_groups_per_token=3, normalizes_weights=False, weight_scale=16.0)
 V3 = ChoiceRule(
-    num_choices=8,
-    num_groups=8,
-    num_groups_per_token=4,
-    scores="sigmoid",
-    normalizes_weights=True,
-    weight_scale=2.5,
+    num_choices=8, num_groups=8, num_groups_per_token=4, scores="sigmoid", normalizes_weights=True, weight_scale=2.5
 )
 GPT_OSS = ChoiceRule(num_choices=4, normalizes_weights=True)
 LLAMA4 = ChoiceRule(num_choices=1, normalizes_weights=False, scores="sigmoid", num_shared=1)

@@ -50,9 +50,7 @@ CASES = [
 @pytest.mark.parametrize(("kind", "case"), CASES)
 @pytest.mark.parametrize("dtype", DTYPES[:1] + [pytest.param(dtype, marks=slow) for dtype in DTYPES[1:]], ids=str)
 def test_recurrence_equals_torch(
-    kind: Callable[[], LinearRecurrence],
-    case: tuple[list[int], list[int], list[list[int]]],
-    dtype: torch.dtype,
+    kind: Callable[[], LinearRecurrence], case: tuple[list[int], list[int], list[list[int]]], dtype: torch.dtype
 ) -> None:
     recurrence, slots = kind(), slots_of(case)
     inputs = inputs_of(recurrence, sum(case[0]), dtype)

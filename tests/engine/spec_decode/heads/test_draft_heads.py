@@ -314,12 +314,7 @@ _WRITERS: dict[str, Callable[[Path], object]] = {
     ],
 )
 def test_unsupported_heads_are_rejected(
-    kind: str,
-    changes: dict[str, Any],
-    complaint: str,
-    tiny_model: MakeModel,
-    make_runner: MakeRunner,
-    tmp_path: Path,
+    kind: str, changes: dict[str, Any], complaint: str, tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path
 ) -> None:
     _WRITERS[kind](tmp_path)
     config = tmp_path / "config.json"

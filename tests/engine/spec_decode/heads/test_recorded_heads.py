@@ -88,9 +88,5 @@ def _answers(
         Asked(prompt, Sampling(max_tokens=14 + i, temperature=0.7 * (i % 2), seed=i), num_choices=1 + i % 2)
         for i, prompt in enumerate(prompts(3, 40, 9, 17))
     ]
-    speculation = Speculation(
-        {"heads": recorder},
-        max_tokens=_NUM_TOKENS,
-        vocab_size=VOCAB_SIZE,
-    )
+    speculation = Speculation({"heads": recorder}, max_tokens=_NUM_TOKENS, vocab_size=VOCAB_SIZE)
     return answers(runner, asked, num_blocks=256, speculation=speculation), recorder.guesses
