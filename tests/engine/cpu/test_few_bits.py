@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from gguf import GGMLQuantizationType
 from torch import Tensor
 
 from core.model.gguf_import import import_gguf
@@ -224,25 +222,6 @@ def test_operation_before_a_permuted_matrix(kernels: Kernels, before: Before) ->
     assert torch.equal(matrix.multiply(x_TI, before=before), matrix.multiply(before(x_TI).contiguous()))
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        lambda weight: replace(weight, codes=weight.codes >> 4 | weight.codes << 4),
-        lambda weight: replace(weight, scales_OG=weight.scales_OG.float().roll(1, dims=1).to(weight.scales_OG.dtype)),
-        lambda weight: replace(weight, factors_O=None),
-        lambda weight: replace(weight, levels=weight.levels.roll(1)),
-    ],
-    ids=["swapped nibbles", "wrong group", "factor omitted", "wrong level"],
-)
-def test_faults_exceed_the_tolerance(kernels: Kernels, fault: Callable[[GroupedWeight], GroupedWeight]) -> None:
-    """The bound of the tests above is narrow enough to notice each of these."""
-    weight, x_TI = random_weight("nvfp4", 50, 768), random(7, 768, seed=1).bfloat16()
-    assert isinstance(weight, GroupedWeight)
-    got, numbers_OI = packed(kernels, fault(weight)).multiply(x_TI), weight.rows(0, 50).double()
-    wanted, size = as_kept(x_TI, weight) @ numbers_OI.T, x_TI.double().abs() @ numbers_OI.abs().T
-    assert bool(((got - wanted).abs() > wanted.abs() * 2**-8 + size * 1e-5).any(dim=1).all())
-
-
 def test_unsupported_weights_are_rejected() -> None:
     """Weights with NaN and zeros between codes have no format."""
     codes, group_I = torch.zeros(4, 64, dtype=torch.uint8), torch.arange(64) // 32
@@ -259,7 +238,7 @@ def test_logit_error_is_below_quantization_error(name: str, make_runner: MakeRun
     model = random_model(tiny_config("llama", hidden_size=64, intermediate_size=96, head_dim=16))
     (tokens,) = prompts(30)
     exact = reference_logits(model, tokens)[-1]
-    write_model(tmp_path / "m.gguf", model, quantized=GGMLQuantizationType[name])
+    write_model(tmp_path / "m.gguf", model, quantized=name)
     import_gguf(tmp_path / "m.gguf", tmp_path)
     widened = reference_logits(model, tokens)[-1]
     logits = step(make_runner(tmp_path, dtype="bfloat16"), [tokens], [(0, 0, 30)])[0]

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 import torch
 from safetensors import safe_open
@@ -302,7 +301,7 @@ def test_fp8_blocks_dequantize_as_in_transformers() -> None:
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
 def test_gguf_without_kernels_is_widened_and_named(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = random_model(tiny_config("llama", **SHAPE))
-    write_model(tmp_path / "m.gguf", model, quantized=gguf.GGMLQuantizationType[kind])
+    write_model(tmp_path / "m.gguf", model, quantized=kind)
     import_gguf(tmp_path / "m.gguf", tmp_path)
     (tokens,) = prompts(30)
     logits = step(make_runner(tmp_path), [tokens], [(0, 0, 30)])
