@@ -228,16 +228,6 @@ def test_logits_are_not_read_after_sampling(
         assert spoilt or some is asked
 
 
-def test_wrong_logits_position_changes_answers(
-    runner: ModelRunner, asked: list[Asked], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = answers(runner, asked)
-    behind = SamplingRow.behind
-    monkeypatch.setattr(SamplingRow, "behind", lambda row, num_drafted: behind(row, num_drafted - 1))
-    speculation = _speculation(oracle=FakeProposer(Oracle(expected, asked)))
-    assert answers(runner, asked, speculation=speculation).ids != expected.ids
-
-
 def test_late_and_cancelled_requests_do_not_change_answers(runner: ModelRunner, asked: list[Asked]) -> None:
     expected = answers(runner, asked)
     proposer = FakeProposer(Oracle(expected, asked, lambda i: i % 5 > 0))

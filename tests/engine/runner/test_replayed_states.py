@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 
 from core.types.request import Sampling
 from engine.batch.batch import Batch
 from engine.batch.rows import Row
 from engine.engine import SchedulerConfig
 from engine.kv.block_manager import BlockManager
-from engine.runner import decode_graphs
 from engine.runner.runner import ModelRunner
 from engine.sampling import sampler
 from engine.sampling.sampler import choose_by_torch
@@ -70,32 +66,6 @@ def test_first_token_of_a_sequence_starts_from_zeros(make_pair: MakePair) -> Non
     for part in states_of(pair[0].pool):
         part[3] = torch.nan
     torch.testing.assert_close(pair[0].forward(batch), expected)
-
-
-def _padding_in_slot_0(states: Callable[..., NDArray[np.int64]]) -> Callable[..., NDArray[np.int64]]:
-    """Fault: padding tokens have a slot that belongs to a sequence."""
-
-    def changed(batch: Batch, size: int) -> NDArray[np.int64]:
-        states_2N = states(batch, size)
-        states_2N[1, batch.num_tokens :] = 0
-        return states_2N
-
-    return changed
-
-
-def _in_other_rows(states: Callable[..., NDArray[np.int64]]) -> Callable[..., NDArray[np.int64]]:
-    """Fault: rows have each other's slots."""
-    return lambda batch, size: np.ascontiguousarray(states(batch, size)[:, ::-1])
-
-
-@pytest.mark.parametrize("fault", [_padding_in_slot_0, _in_other_rows])
-def test_wrong_slot_is_found(fault: Any, make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = filled_pair(make_pair, FakeReplays())
-    batch = Batch.of([row(9, 1, state_index=1), row(20, 1, state_index=2), row(3, 1)], block_size=BLOCK_SIZE)
-    check_equal(pair, batch)
-    monkeypatch.setattr(decode_graphs, "states_of_rows", fault(decode_graphs.states_of_rows))
-    with pytest.raises(AssertionError):
-        check_equal(pair, batch)
 
 
 @pytest.mark.parametrize(("family", "changes"), FAMILIES)

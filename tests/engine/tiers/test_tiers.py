@@ -33,7 +33,6 @@ from engine.tiers.disk_store import DiskStore
 from engine.tiers.host_store import HostStore
 from engine.tiers.load import Load, worth_loading
 from engine.tiers.rank_tiers import RankTiers
-from engine.tiers.sources import Sources, Target
 from engine.tiers.table import TierTable
 
 _CPU = torch.device("cpu")
@@ -470,31 +469,18 @@ def _play(replica: _Replica, steps: list[tuple[str, list[int]]], *, has_disk: bo
     replica.close()
 
 
-@pytest.fixture
-def make(tmp_path: Path) -> Callable[..., _Replica]:
-    return lambda **arguments: _Replica(tmp_path, **arguments)
-
-
-def test_evicted_blocks_load_from_host_and_disk(make: Callable[..., _Replica]) -> None:
-    replica = make(host=5, disk=20)
-    first, *others = _PROMPTS[0], _PROMPTS[5], _PROMPTS[4]
-    assert replica.serve(first) == (0, 0)
-    for other in others:
-        assert replica.serve(other) == (0, 0)
-    assert replica.serve(first) == (0, 6)
-    assert replica.table.num_hits[Tier.HOST] + replica.table.num_hits[Tier.DISK] == 6
-    assert replica.table.num_hits[Tier.DISK] > 0
-    replica.close()
-
-
-def test_evicted_states_load_from_host_and_disk(tmp_path: Path) -> None:
-    replica = _ReplicaWithStates(tmp_path, host=14, disk=40)
-    assert replica.layout.num_pieces == 4
-    first, *others = _PROMPTS[0], _PROMPTS[5], _PROMPTS[4], [31, 32, 33, 34, 35, 36]
-    assert replica.serve(first) == (0, 0)
-    for other in others:
-        assert replica.serve(other) == (0, 0)
-    assert replica.serve(first) == (6, 6)
+@pytest.mark.parametrize(
+    ("kind", "host", "disk", "expected"), [(_Replica, 5, 20, (0, 6)), (_ReplicaWithStates, 14, 40, (6, 6))]
+)
+def test_evicted_blocks_and_states_load_from_host_and_disk(
+    kind: type[_Replica], host: int, disk: int, expected: tuple[int, int], tmp_path: Path
+) -> None:
+    replica = kind(tmp_path, host=host, disk=disk)
+    for prompt in (_PROMPTS[0], _PROMPTS[5], _PROMPTS[4], [31, 32, 33, 34, 35, 36]):
+        assert replica.serve(prompt) == (0, 0)
+    assert replica.serve(_PROMPTS[0]) == expected
+    hits = replica.table.num_hits
+    assert hits[Tier.HOST] + hits[Tier.DISK] >= 6 and hits[Tier.DISK]
     replica.close()
 
 
@@ -517,55 +503,20 @@ def test_evicted_parts_load_from_host_and_disk(tmp_path: Path, host: int, disk: 
     replica.close()
 
 
-def _swapped(self: Sources, prefix_hash: bytes, pieces: list[Any], index: int) -> list[Target]:
-    first, *others = _targets_of(self, prefix_hash, pieces, index)
-    return [Target(*first[:3], others[0].block), Target(*others[0][:3], first.block)]
-
-
-def _one_part_off(self: Sources, prefix_hash: bytes, pieces: list[Any], index: int) -> list[Target]:
-    return _targets_of(self, prefix_hash, pieces, index % (_NUM_PARTS - 1) + 1)
-
-
-def _late(self: RankTiers, orders: TierOrders) -> None:
-    """Carry out saves after the steps that follow them."""
-    late = self.__dict__.setdefault("late", [])
-    late.append(orders)
-    if len(late) > 3:
-        _carry_out(self, late.pop(0))
-
-
-_targets_of, _carry_out = Sources.targets_of, RankTiers.carry_out
-
-
-@pytest.mark.parametrize(
-    ("owner", "name", "fault"),
-    [(Sources, "targets_of", _swapped), (Sources, "targets_of", _one_part_off), (RankTiers, "carry_out", _late)],
-)
-def test_parts_with_other_content_are_noticed(
-    owner: object, name: str, fault: Callable[..., object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(owner, name, fault)
-    replica = _ReplicaWithWindows(tmp_path, host=60, disk=0)
-    with pytest.raises(AssertionError):
-        for prompt in [_PROMPTS[0], _PROMPTS[4], _PROMPTS[0], _PROMPTS[5], [31, 32, 33, 34, 35, 36], _PROMPTS[0]]:
-            replica.serve(prompt)
-    replica.close()
-
-
-def _table_with_checkpoint() -> tuple[TierTable[str], BlockManager, list[bytes]]:
-    """Return a table whose host tier has three blocks and the checkpoint after them, in two pieces."""
-    device, host = BlockManager(_NUM_BLOCKS, num_states=1), BlockAllocator(8)
-    table: TierTable[str] = TierTable(device, {Tier.HOST: host}, num_ranks=1, place_bytes=1, num_pieces=2)
+def _table_with_checkpoint(num_pieces: int = 2) -> tuple[TierTable[str], BlockManager, list[bytes]]:
+    """Return a table whose host tier has three blocks and the checkpoint after them, if the model has checkpoints."""
+    device, host = BlockManager(_NUM_BLOCKS, num_states=min(1, num_pieces)), BlockAllocator(8)
+    table: TierTable[str] = TierTable(device, {Tier.HOST: host}, num_ranks=1, place_bytes=1, num_pieces=num_pieces)
     hashes = block_hashes(_ROOT, [1, 2, 3], block_size=1)
-    pieces = [checkpoint_hash(hashes[-1], piece=i) for i in range(2)]
-    host.adopt(dict(enumerate([*hashes, *pieces])))
+    host.adopt(dict(enumerate([*hashes, *(checkpoint_hash(hashes[-1], piece=i) for i in range(num_pieces))])))
     return table, device, hashes
 
 
 def _begin(table: TierTable[str], device: BlockManager, hashes: list[bytes]) -> Load[str] | None:
     taken = device.allocate([], len(hashes))
-    assert taken and device.states
-    return table.begin("it", hashes, taken[0], expires_at=0.0, state=(hashes[-1], device.states.take()))
+    assert taken
+    state = (hashes[-1], device.states.take()) if device.states else None
+    return table.begin("it", hashes, taken[0], expires_at=0.0, state=state)
 
 
 @pytest.mark.parametrize("num_read", range(6))
@@ -589,14 +540,8 @@ def test_a_prefix_without_its_state_is_not_loaded(missing: int) -> None:
 @pytest.mark.parametrize("num_pieces", [0, 2])
 def test_slow_loads_are_measured_again_after_sixteen_others(num_pieces: int) -> None:
     """For a model without checkpoints, and for one with them."""
-    device, host = BlockManager(_NUM_BLOCKS, num_states=min(1, num_pieces)), BlockAllocator(8)
-    table: TierTable[str] = TierTable(device, {Tier.HOST: host}, num_ranks=1, place_bytes=1, num_pieces=num_pieces)
-    hashes = block_hashes(_ROOT, [1, 2, 3], block_size=1)
-    host.adopt(dict(enumerate([*hashes, *(checkpoint_hash(hashes[-1], piece=i) for i in range(num_pieces))])))
-    taken = device.allocate([], len(hashes))
-    assert taken
-    state = (hashes[-1], device.states.take()) if device.states else None
-    load = table.begin("it", hashes, taken[0], expires_at=0.0, state=state)
+    table, device, hashes = _table_with_checkpoint(num_pieces)
+    load = _begin(table, device, hashes)
     assert load
     num_read = len(load.order.sources)
     table.loaded(0, LoadResult(load.order.id, num_read, {Tier.HOST: num_read}, {Tier.HOST: float(num_read)}))
@@ -644,35 +589,25 @@ def test_a_checkpoint_is_not_saved_before_its_copy_is_made() -> None:
     assert [save.block for save in orders.saves] == [_NUM_BLOCKS + 2, _NUM_BLOCKS + 3], "pieces of the second slot"
 
 
-def test_later_process_serves_blocks_from_disk(make: Callable[..., _Replica]) -> None:
-    replica = make(host=0, disk=20)
+@pytest.mark.parametrize(("kind", "disk", "expected"), [(_Replica, 20, (0, 6)), (_ReplicaWithWindows, 40, (6, 6))])
+def test_later_process_serves_from_disk(
+    kind: type[_Replica], disk: int, expected: tuple[int, int], tmp_path: Path
+) -> None:
+    replica = kind(tmp_path, host=0, disk=disk)
     replica.serve(_PROMPTS[0])
     while replica.table.has_unsaved:
         replica.idle()
     replica.settle()
     replica.close()
-    replica = make(host=0, disk=20)
+    replica = kind(tmp_path, host=0, disk=disk)
     replica.note()
     assert set(replica.known.values()) == {Tier.DISK}
-    assert replica.serve(_PROMPTS[0]) == (0, 6)
+    assert replica.serve(_PROMPTS[0]) == expected
     replica.close()
 
 
-def test_later_process_serves_parts_from_disk(tmp_path: Path) -> None:
-    replica = _ReplicaWithWindows(tmp_path, host=0, disk=40)
-    replica.serve(_PROMPTS[0])
-    while replica.table.has_unsaved:
-        replica.idle()
-    replica.settle()
-    replica.close()
-    replica = _ReplicaWithWindows(tmp_path, host=0, disk=40)
-    replica.note()
-    assert replica.serve(_PROMPTS[0]) == (6, 6)
-    replica.close()
-
-
-def test_block_lost_on_one_rank_is_a_miss(make: Callable[..., _Replica]) -> None:
-    replica = make(host=0, disk=20)
+def test_block_lost_on_one_rank_is_a_miss(tmp_path: Path) -> None:
+    replica = _Replica(tmp_path, host=0, disk=20)
     replica.serve(_PROMPTS[0])
     replica.serve([31, 32, 33, 34, 35, 36])
     replica.harm(1, lambda path: path.unlink())  # type: ignore[arg-type]
