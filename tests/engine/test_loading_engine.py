@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule, run_state_machine_as_test
 
 import engine.tiers.tiers
+from core.index.prefix_index import PrefixIndex
 from core.rpc import worker_pb2 as pb
 from core.types.errors import TransferError
 from core.types.handoff import Handoff
-from core.types.prefix_hash import block_hashes, root_hash
+from core.types.prefix_hash import block_hashes, checkpoint_hash, root_hash
 from core.types.tier import Tier
 from engine.engine import Engine
 from engine.kv.block_manager import BlockManager
@@ -363,6 +364,18 @@ class Loading(EngineMachine):
                     self.known[prefix_hash] = tier
             assert self.known == self.tiers.table.held()
             self.tiers.table.check_integrity()
+            self._check_beliefs_of_routers()
+
+    def _check_beliefs_of_routers(self) -> None:
+        index = PrefixIndex()
+        for prefix_hash, tier in self.known.items():
+            index.store("r", [prefix_hash], tier)
+        needed = self.layout.cache.num_checkpoints
+        for prompt in self.prompts if needed else ():
+            hashes = prompt.sequence.hashes()
+            depths = index.depths_to_checkpoints(hashes, [*map(checkpoint_hash, hashes)], among={"r": needed})
+            believed = depths["r"].device if "r" in depths else 0
+            assert believed <= self.blocks.match_reusable(hashes), "a router believes in a hit that is none"
 
     @invariant()
     def every_block_is_in_one_state(self) -> None:
