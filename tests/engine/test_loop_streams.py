@@ -1,4 +1,4 @@
-"""Async scheduling, sampling and downloads on a device whose streams are ordered by events only."""
+"""Async scheduling, recorded steps, sampling and downloads on a device whose streams are ordered by events only."""
 
 from __future__ import annotations
 
@@ -38,11 +38,10 @@ def races(
     tiny_model: MakeModel,
     asks: list[tuple[int, int, int | None]],
     mutate: Mutate = lambda patch, device, copies: None,
-    *,
-    recorded_rows: int = 4,
+    **capture: Any,
 ) -> list[str]:
     """Run requests and return the unordered accesses. asks: per prompt its tokens, the answer's length, and
-    num_logprobs."""
+    num_logprobs. capture: of FakeCapture."""
     with pytest.MonkeyPatch.context() as patch:
         device = FakeStreams()
         copies = device.device_stream()
@@ -54,20 +53,19 @@ def races(
         mutate(patch, device, copies)
         directory, _ = tiny_model("llama", num_hidden_layers=1)
         config = EngineConfig(
-            model_dir=directory,
-            dtype="float32",
-            block_size=8,
-            num_blocks=16,
-            max_context=32,
-            recorded_rows=recorded_rows,
+            model_dir=directory, dtype="float32", block_size=8, num_blocks=16, max_context=32, recorded_rows=4
         )
         asked = [
             Asked(prompt, Sampling(temperature=0.0, max_tokens=num_tokens, num_logprobs=num_logprobs))
             for prompt, (_, num_tokens, num_logprobs) in zip(prompts(*(ask[0] for ask in asks)), asks, strict=True)
         ]
         with device.watched("compute"):
-            runner = ModelRunner(config, capture=FakeCapture(device))
+            runner = ModelRunner(config, capture=FakeCapture(device, **capture))
             outputs = answers(runner, asked, num_blocks=16, is_async=True)
+            computed = device.mark()
+        with device.watched("link"):
+            computed.hold_up()
+            runner.pool.copy_out([0, 1])
         assert outputs.num_device_tokens or all(num_tokens < 3 for _, num_tokens, _ in asks)
         return device.races
 
@@ -96,6 +94,12 @@ def choose_on_another_stream(patch: pytest.MonkeyPatch, device: FakeStreams, cop
     patch.setattr(sampler, "choose_by_torch", elsewhere)
 
 
-@pytest.mark.parametrize("mutate", [read_ids_before_they_have_come, choose_on_another_stream])
-def test_a_fault_is_found(mutate: Mutate, tiny_model: MakeModel) -> None:
-    assert races(tiny_model, [(5, 6, None), (9, 4, 2)], mutate)
+@pytest.mark.parametrize(
+    "fault",
+    [
+        *({"mutate": mutate} for mutate in (read_ids_before_they_have_come, choose_on_another_stream)),
+        *({"replays_on": "another"}, {"waits": False}),
+    ],
+)
+def test_a_fault_is_found(fault: dict[str, Any], tiny_model: MakeModel) -> None:
+    assert races(tiny_model, [(5, 6, None), (9, 4, 2)], **fault)
