@@ -21,7 +21,7 @@ from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
 from engine.runner import streams
 from tests.engine.attention.fake_flashinfer import FakeFlashInfer
-from tests.engine.steps import as_on_gpu
+from tests.engine.steps import as_on_gpu, random
 from tests.engine.tiny_models import MakeModel, MakeRunner
 
 CPU = torch.device("cpu")
@@ -33,10 +33,6 @@ def pool_of(dtype: str = "float32", *, head_dim: int = DIM, num_sides: int = 2) 
         model="m", num_layers=2, num_kv_heads=2, head_dim=head_dim, block_size=SIZE, dtype=dtype, num_sides=num_sides
     )
     return KVPool(layout, num_blocks=40, device=CPU)
-
-
-def random(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from engine.model import experts
 from engine.model.expert_bank import Expert, ExpertStack
 from engine.model.experts import SharedExpert
 from engine.runner.runner import ModelRunner
-from tests.engine.kernels.launched import launch_kernels
+from tests.engine.kernels.interpreter import launch_kernels
 from tests.engine.kernels.pools import DEVICE
 from tests.engine.model.test_models import FAMILIES as EVERY_FAMILY
 from tests.engine.steps import as_on_gpu, prompts
@@ -58,7 +58,7 @@ def test_tokens_equal_transformers(family: str, tiny_model: MakeModel, monkeypat
 @pytest.mark.parametrize(
     "family",
     [
-        *("gemma2", "gemma4", "gemma4, experts", "gpt_oss", "minimax_m2", "llama4", "mistral4"),
+        *("gemma2", "gemma4", "gemma4, experts", "gpt_oss", "minimax_m2", "llama4", "mistral4", "granite_moe"),
         *("deepseek_v32", "deepseek_v32, yarn, wide choice", "glm_moe_dsa", "nemotron_h, latents"),
     ],
 )
