@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
 from pathlib import Path
 
 import pytest
@@ -13,16 +12,15 @@ from core.types.request import Sampling
 from engine.engine import SchedulerConfig
 from engine.kv.block_manager import BlockManager
 from engine.runner.runner import ModelRunner
-from engine.scheduler.sequence import Sequence
 from engine.scheduler.step_commands import Orders
 from engine.spec_decode.draft_models.draft_model import OwnLayers
 from engine.spec_decode.draft_models.head_proposer import HeadProposer
-from engine.spec_decode.proposer import Proposal, Proposer
 from engine.spec_decode.speculation import Speculation
 from tests.engine.asked import Asked, answers, compare
 from tests.engine.kv.test_window_parts import FAMILIES
 from tests.engine.spec_decode.heads.eagle1_files import write_eagle1
 from tests.engine.spec_decode.heads.head_files import write_eagle
+from tests.engine.spec_decode.proposers import Recorded
 from tests.engine.steps import VOCAB_SIZE, prompts
 from tests.engine.tiny_models import MakeModel, MakeRunner
 
@@ -36,34 +34,17 @@ _ASKED = [
 _NUM_BLOCKS = 64
 # Of three sequences with windows of 9 or 16 tokens, and of a step.
 _NUM_PARTS = 1 + 3 * 4 + 6
-Drafts = dict[tuple[int, ...], list[int]]
 
 
-class _Recorded:
-    """Proposer that records its drafts by the tokens of the sequence."""
-
-    def __init__(self, proposer: OwnLayers | HeadProposer, drafts: Drafts) -> None:
-        self._proposer, self._drafts = proposer, drafts
-
-    def propose(self, sequences: Seq[Sequence], max_tokens: int) -> list[Proposal]:
-        proposals = self._proposer.propose(sequences, max_tokens)
-        for sequence, proposal in zip(sequences, proposals, strict=True):
-            self._drafts[tuple(sequence.tokens)] = list(proposal.tokens)
-        return proposals
-
-    def finished(self, sequence: Sequence) -> None:
-        self._proposer.finished(sequence)
-
-
-def _drafting(method: str, runner: ModelRunner, drafts: Drafts) -> Callable[[BlockManager], Speculation]:
+def _drafting(method: str, runner: ModelRunner, made: list[Recorded]) -> Callable[[BlockManager], Speculation]:
     def speculation(blocks: BlockManager) -> Speculation:
         def flush() -> None:
             if blocks.windows:
                 runner.execute(None, Orders(parts=blocks.windows.take_changes()))
 
         models = OwnLayers(runner, blocks, before_writing=flush) if method == "self" else HeadProposer(runner)
-        lookups: dict[str, Proposer] = {method: _Recorded(models, drafts)}
-        return Speculation(lookups, max_tokens=6, vocab_size=VOCAB_SIZE, backs_off=False)
+        made.append(Recorded(models))
+        return Speculation({method: made[-1]}, max_tokens=6, vocab_size=VOCAB_SIZE, backs_off=False)
 
     return speculation
 
@@ -86,11 +67,10 @@ def test_drafts_see_their_windows(
     options = {"dtype": dtype, "heads": None if method == "self" else HeadsPlace("eagle", tmp_path)}
     whole = make_runner(model_dir, num_blocks=_NUM_BLOCKS, **options)
     freed = make_runner(model_dir, num_blocks=_NUM_BLOCKS, frees_windows=True, num_window_parts=_NUM_PARTS, **options)
-    expected, wanted, drafts = answers(whole, _ASKED, _CONFIG, _NUM_BLOCKS), Drafts(), Drafts()
-    answers(whole, _ASKED, _CONFIG, _NUM_BLOCKS, speculation=_drafting(method, whole, wanted))
-    found = answers(
-        freed, _ASKED, _CONFIG, _NUM_BLOCKS, is_async=is_async, speculation=_drafting(method, freed, drafts)
-    )
+    expected, made = answers(whole, _ASKED, _CONFIG, _NUM_BLOCKS), list[Recorded]()
+    answers(whole, _ASKED, _CONFIG, _NUM_BLOCKS, speculation=_drafting(method, whole, made))
+    found = answers(freed, _ASKED, _CONFIG, _NUM_BLOCKS, is_async=is_async, speculation=_drafting(method, freed, made))
     compare(found, expected)
+    wanted, drafts = (recorded.drafts for recorded in made)
     both = wanted.keys() & drafts.keys()
     assert len(both) > 10 and [drafts[tokens] for tokens in both] == [wanted[tokens] for tokens in both]

@@ -8,13 +8,11 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-import torch
 
 from core.grammar.compiler import CompiledGrammar
 from core.types.errors import SpecError
 from core.types.request import Sampling
 from engine.config import EngineConfig
-from engine.cpu.library import open_kernels
 from engine.engine import SchedulerConfig
 from engine.kv.block_manager import BlockManager
 from engine.runner.runner import ModelRunner
@@ -150,24 +148,3 @@ def test_own_layers_save_free_blocks_before_writing(runner: ModelRunner) -> None
     assert own.num_behind(sequence) == 1
     sequence.tokens.append(5)
     assert own.num_behind(sequence) is None, "expected None with two tokens missing"
-
-
-@pytest.mark.skipif(
-    open_kernels(dtype=torch.bfloat16, device=torch.device("cpu")) is None, reason="no C++ compiler here"
-)
-def test_deterministic_answers_are_bitwise_equal_with_drafts(
-    model_dir: Path, make_runner: MakeRunner, asked: list[Asked]
-) -> None:
-    runner = make_runner(model_dir, num_blocks=512, dtype="bfloat16", deterministic=True)
-    smaller = make_runner(first_layers(model_dir, 2), num_blocks=512, dtype="bfloat16")
-    expected = answers(runner, asked)
-
-    def drafts(blocks: BlockManager) -> Speculation:
-        models = {
-            "draft": DraftModel(smaller, vocab_size=VOCAB_SIZE),
-            "self": OwnLayers(runner, blocks, before_writing=lambda: None),
-        }
-        return Speculation({}, models=models, max_tokens=6, vocab_size=VOCAB_SIZE)
-
-    found = answers(runner, asked, speculation=drafts)
-    assert found.tokens == expected.tokens and found.num_accepted > 10

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,8 +14,9 @@ from core.model.draft_heads import HeadsPlace, load_heads
 from core.types.errors import SpecError
 from engine.batch.batch import Batch
 from engine.batch.rows import Row
-from engine.spec_decode.heads.head_row import HeadLogits, HeadRow
+from engine.spec_decode.heads.head_row import HeadRow
 from tests.engine.spec_decode.heads.mtp_files import write_mtp
+from tests.engine.spec_decode.proposers import draft_logits
 from tests.engine.steps import prompts
 from tests.engine.tiny_models import GLM_MOE_DSA, MakeModel, MakeRunner, tiny_config
 
@@ -25,21 +25,17 @@ from tests.engine.tiny_models import GLM_MOE_DSA, MakeModel, MakeRunner, tiny_co
 def test_logits_behind_a_prompt_equal_the_reference(family: str, make_runner: MakeRunner, tmp_path: Path) -> None:
     """With an indexer, which chooses 7 of the positions, draft included; with experts in a layer of their own."""
     mtp, (tokens,) = write_mtp(tmp_path, family=family), prompts(23)
-    runner, found, expected = make_runner(tmp_path, heads=HeadsPlace("mtp", tmp_path)), list[Tensor](), list[Tensor]()
+    runner, expected = make_runner(tmp_path, heads=HeadsPlace("mtp", tmp_path)), list[Tensor]()
     prompt = Row(tokens[:-1], start=0, blocks=[3, 1, 2], num_logits=1, state_index=0)
     runner.forward(Batch.of([prompt], block_size=8))
-
-    def choose(logits: HeadLogits, known: Sequence[int], place: int) -> list[int]:
-        found.append(logits.values_RD[0])
-        return [11 + place]
 
     def choose_same(logits_V: Tensor, place: int) -> int:
         expected.append(logits_V)
         return 11 + place
 
-    runner.draft([HeadRow(tokens[-1], 22, [3, 1, 2])], 3, choose)
     mtp.reference(tokens, 3, choose=choose_same)
-    torch.testing.assert_close(torch.stack(found), torch.stack(expected), atol=2e-3, rtol=1e-3)
+    found = draft_logits(runner, [HeadRow(tokens[-1], 22, [3, 1, 2])], 3)
+    torch.testing.assert_close(torch.cat(found), torch.stack(expected), atol=2e-3, rtol=1e-3)
 
 
 def test_mtp_layer_chooses_positions_if_the_layer_before_shares_them(tmp_path: Path) -> None:

@@ -2,54 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from core.model.draft_heads import HeadsPlace
 from core.types.request import Sampling
 from engine.config import EngineConfig
 from engine.runner.decode_graphs import Capture
 from engine.runner.runner import ModelRunner
-from engine.scheduler.sequence import Sequence
 from engine.spec_decode.draft_models.draft_sampler import DraftSampler
 from engine.spec_decode.draft_models.head_proposer import HeadProposer
 from engine.spec_decode.speculation import Speculation
 from tests.engine.asked import AnswerText, Asked, answers
-from tests.engine.counted_replays import FakeReplays
-from tests.engine.spec_decode.heads.eagle1_files import write_eagle1
-from tests.engine.spec_decode.heads.head_files import write_eagle, write_medusa
+from tests.engine.drafting import WRITERS, heads_place
+from tests.engine.fake_capture import FakeReplays
 from tests.engine.spec_decode.heads.mtp_files import write_mtp
+from tests.engine.spec_decode.proposers import Recorded
 from tests.engine.steps import VOCAB_SIZE, prompts
 from tests.engine.tiny_models import MakeModel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 _NUM_TOKENS, _MOST_ROWS = 3, 24
-_WRITERS: dict[str, Callable[[Path], object]] = {
-    "medusa": write_medusa,
-    "eagle": write_eagle,
-    "eagle1": write_eagle1,
-    "mtp": lambda directory: write_mtp(directory, first_k_dense_replace=4),  # on a CPU experts are called one by one
-}
-
-
-class RecordingProposer:
-    """Proposer that records the drafts of the heads in each step."""
-
-    def __init__(self, runner: ModelRunner) -> None:
-        self._heads = HeadProposer(runner, DraftSampler(learns=False))
-        self.guesses: list[list[int]] = []
-
-    def propose(self, sequences: Any, max_tokens: int) -> Any:
-        proposals = self._heads.propose(sequences, _NUM_TOKENS)
-        self.guesses += [list(proposal.tokens) for proposal in proposals]
-        return proposals
-
-    def finished(self, sequence: Sequence) -> None:
-        pass
+# On a CPU experts are called one by one.
+_WRITERS = {**WRITERS, "mtp": lambda directory: write_mtp(directory, first_k_dense_replace=4)}
 
 
 @pytest.mark.parametrize("kind", _WRITERS)
@@ -60,7 +37,7 @@ def test_drafts_after_replayed_steps(kind: str, tiny_model: MakeModel, tmp_path:
     replayed, guesses = _answers(kind, tiny_model, tmp_path, capture=capture, recorded_rows=_MOST_ROWS)
     assert replayed.ids == plain.ids and guesses == expected
     assert capture.num_replays >= replayed.num_steps - 2 > 10
-    assert sum(map(len, guesses)) > 100
+    assert sum(map(len, guesses.values())) > 100
 
 
 @pytest.mark.gpu
@@ -74,19 +51,19 @@ def test_drafts_on_a_gpu(kind: str, tiny_model: MakeModel, tmp_path: Path) -> No
 
 def _answers(
     kind: str, tiny_model: MakeModel, directory: Path, *, capture: Capture | None = None, **config: Any
-) -> tuple[AnswerText, list[list[int]]]:
+) -> tuple[AnswerText, dict[tuple[int, ...], list[int]]]:
     """Return the answers, and all drafts. directory: for the files of the heads."""
     _WRITERS[kind](directory)
-    heads = HeadsPlace("eagle" if kind == "eagle1" else kind, directory)
+    heads = heads_place(kind, directory)
     model_dir = directory if kind == "mtp" else tiny_model("llama")[0]
     runner = ModelRunner(
         EngineConfig(model_dir=model_dir, dtype="float32", block_size=8, num_blocks=256, heads=heads, **config),
         capture=capture,
     )
-    recorder = RecordingProposer(runner)
+    recorder = Recorded(HeadProposer(runner, DraftSampler(learns=False)), _NUM_TOKENS)
     asked = [
         Asked(prompt, Sampling(max_tokens=14 + i, temperature=0.7 * (i % 2), seed=i), num_choices=1 + i % 2)
         for i, prompt in enumerate(prompts(3, 40, 9, 17))
     ]
     speculation = Speculation({"heads": recorder}, max_tokens=_NUM_TOKENS, vocab_size=VOCAB_SIZE)
-    return answers(runner, asked, num_blocks=256, speculation=speculation), recorder.guesses
+    return answers(runner, asked, num_blocks=256, speculation=speculation), recorder.drafts
