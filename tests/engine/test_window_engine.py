@@ -360,25 +360,6 @@ def test_blocks_and_parts_are_evicted_apart() -> None:
     assert table[3] not in windows and windows.num_available == 4
 
 
-def test_quarantined_parts_are_free_after_release() -> None:
-    windows = WindowManager(7, num_blocks=8, window=5, block_size=2, max_batch_tokens=0)
-    blocks, held = BlockManager(8, windows=windows), HeldParts()
-    taken = blocks.allocate([], 3)
-    assert taken
-    table, _ = taken
-    held.reserve(3, windows)
-    held.extend(table, 3, windows)
-    held.leave_out(table[1:])
-    blocks.quarantine(table[1:])
-    held.release(windows)
-    blocks.free(table[:1])
-    blocks.check_integrity()
-    assert (windows.num_held, windows.num_reserved, table[0] in windows) == (2, 2, False)
-    blocks.release(table[1:])
-    blocks.check_integrity()
-    assert (windows.num_held, windows.num_reserved, windows.num_available) == (0, 0, 6)
-
-
 def test_block_with_its_part_replaces_one_without() -> None:
     """A prefix computed again, because its parts were evicted, is reusable again."""
     windows = WindowManager(7, num_blocks=8, window=5, block_size=2, max_batch_tokens=0)

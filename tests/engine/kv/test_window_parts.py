@@ -16,7 +16,7 @@ from engine.batch.rows import Row
 from engine.config import EngineConfig
 from engine.kv.pool import KVPool
 from engine.runner.runner import ModelRunner
-from tests.engine.counted_replays import FakeReplays
+from tests.engine.fake_capture import FakeReplays
 from tests.engine.steps import DecodeSteps, as_on_gpu, prompts
 from tests.engine.tiny_models import GEMMA, GEMMA3_ROPES, GEMMA4, GPT_OSS, LLAMA4, MakeModel, MakeRunner
 

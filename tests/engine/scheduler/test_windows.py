@@ -45,13 +45,6 @@ def asked(*lengths: int, num_choices: int = 1) -> list[Asked]:
     return [Asked(prompt, GREEDY, num_choices=num_choices) for prompt in prompts(*lengths)]
 
 
-def test_chunked_prompts(family: str, tiny_model: MakeModel, make_runner: MakeRunner) -> None:
-    expected, found = (
-        answers(runner, asked(70, 5, 33), CHUNKED, 96) for runner in pair(family, tiny_model, make_runner, num_parts=18)
-    )
-    compare(found, expected)
-
-
 def test_choices_share_and_copy_parts(family: str, tiny_model: MakeModel, make_runner: MakeRunner) -> None:
     """Each choice forks inside a block."""
     requests = [replace(one, sampling=replace(GREEDY, temperature=1.0, seed=3)) for one in asked(37, 21, num_choices=3)]

@@ -242,8 +242,9 @@ def test_pieces_of_states_and_of_windows_return(layout: KVLayout, tier: Tier, tm
     answers: queue.SimpleQueue[tuple[int, LoadResult]] = queue.SimpleQueue()
     rank = _Rank(layout, _NUM_BLOCKS, 0, {tier: 9}, tmp_path / "disk", answers)
     blocks = [_NUM_BLOCKS + i for i in range(2 * layout.num_pieces)]
-    rank.pool.copy_in(_content(b"pieces", 0)[:, : layout.place_bytes].expand(len(blocks), -1), blocks)
-    before, hashes = rank.pool.copy_out(blocks), block_hashes(_ROOT, blocks, block_size=1)
+    hashes = block_hashes(_ROOT, blocks, block_size=1)
+    rank.pool.copy_in(torch.cat([_content(one, 0)[:, : layout.place_bytes] for one in hashes]), blocks)
+    before = rank.pool.copy_out(blocks)
     places = [*zip(blocks, range(len(blocks)), hashes, strict=True)]
     rank.tiers.carry_out(TierOrders(saves=[Save(tier, *place) for place in places]))
     if rank.disk:
@@ -253,7 +254,7 @@ def test_pieces_of_states_and_of_windows_return(layout: KVLayout, tier: Tier, tm
     sources = [LoadSource(tier, place, prefix_hash, block) for block, place, prefix_hash in places]
     rank.tiers.start_loads(TierOrders(loads=[LoadOrder(1, sources)]))
     assert answers.get(timeout=_WAIT_S)[1].num_blocks == len(blocks)
-    assert before.any() and torch.equal(rank.pool.copy_out(blocks), before)
+    assert torch.equal(rank.pool.copy_out(blocks), before) and len(before.unique(dim=0)) == len(blocks)
     rank.tiers.close()
 
 
