@@ -11,18 +11,12 @@ from engine.engine import SchedulerConfig
 from engine.runner.runner import ModelRunner
 from engine.spec_decode.speculation import Speculation
 from tests.engine.asked import AMPLE, Asked, Oracle, answers, compare
+from tests.engine.kv.test_window_parts import FAMILIES
 from tests.engine.spec_decode.proposers import FakeProposer
 from tests.engine.steps import VOCAB_SIZE, prompts
-from tests.engine.tiny_models import GEMMA, GEMMA3_ROPES, GPT_OSS, LLAMA4, MakeModel, MakeRunner
+from tests.engine.tiny_models import MakeModel, MakeRunner
 
-MODELS = {
-    "gemma3": GEMMA
-    | {"rope_parameters": GEMMA3_ROPES, "layer_types": ["sliding_attention", "full_attention"] * 2}
-    | {"num_hidden_layers": 4},
-    "gpt_oss": GPT_OSS,
-    "mistral": {"sliding_window": 9},
-    "llama4": LLAMA4,
-}
+MODELS = {name: FAMILIES[name] for name in ("gemma3", "gpt_oss", "mistral", "llama4")}
 GREEDY = Sampling(temperature=0.0, max_tokens=30)
 SMALL = SchedulerConfig(max_batch_tokens=64, max_running=8, max_waiting=32)
 CHUNKED = SchedulerConfig(max_batch_tokens=16, max_running=8, max_waiting=32)

@@ -11,15 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
-from core.model.draft_heads import HeadsPlace
+from core.model import config as model_config
+from core.model.draft_heads import HeadsPlace, load_heads
 from core.types.errors import SpecError
 from core.types.request import Sampling
 from engine.batch.batch import Batch
 from engine.batch.rows import Row
 from engine.config import EngineConfig
 from engine.engine import SchedulerConfig
+from engine.runner.decode_graphs import Capture
 from engine.runner.runner import ModelRunner
 from engine.scheduler.sequence import Sequence
 from engine.spec_decode.draft_models.draft_sampler import DraftSampler
@@ -27,8 +30,9 @@ from engine.spec_decode.draft_models.head_proposer import HeadProposer
 from engine.spec_decode.heads.head_row import HeadRow
 from engine.spec_decode.proposer import Proposal
 from engine.spec_decode.speculation import Speculation
-from tests.engine.asked import Asked, answers
+from tests.engine.asked import AnswerText, Asked, answers
 from tests.engine.drafting import WRITERS, heads_place
+from tests.engine.fake_capture import FakeReplays
 from tests.engine.spec_decode.heads.eagle1_files import eagle1_reference, write_eagle1
 from tests.engine.spec_decode.heads.head_files import (
     Choice,
@@ -38,9 +42,9 @@ from tests.engine.spec_decode.heads.head_files import (
     write_medusa,
 )
 from tests.engine.spec_decode.heads.mtp_files import write_mtp
-from tests.engine.spec_decode.proposers import draft_logits, likeliest_draft
+from tests.engine.spec_decode.proposers import Recorded, draft_logits, likeliest_draft
 from tests.engine.steps import VOCAB_SIZE, needs_compiler, prompts
-from tests.engine.tiny_models import MakeModel, MakeRunner
+from tests.engine.tiny_models import GLM_MOE_DSA, MakeModel, MakeRunner, tiny_config
 from tests.support.grids import quick
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -374,3 +378,87 @@ def test_layout_fingerprint_includes_heads_with_kv(tiny_model: MakeModel, tmp_pa
     assert medusa.fingerprint == plain.fingerprint, "Medusa keeps no KV"
     assert one.num_layers == plain.num_layers + 1
     assert one.block_bytes == one.block_size * one.bytes_per_token() + 48 * 4
+
+
+_NUM_RECORDED, _MOST_ROWS = 3, 24
+# On a CPU experts are called one by one.
+_PLAIN_WRITERS = {**WRITERS, "mtp": lambda directory: write_mtp(directory, first_k_dense_replace=4)}
+
+
+@pytest.mark.parametrize("kind", _PLAIN_WRITERS)
+def test_drafts_after_replayed_steps(kind: str, tiny_model: MakeModel, tmp_path: Path) -> None:
+    """With prompts, answers, verified drafts, and forks; all steps but the longest prompts are replayed."""
+    capture = FakeReplays()
+    plain, expected = _answers(kind, tiny_model, tmp_path)
+    replayed, guesses = _answers(kind, tiny_model, tmp_path, capture=capture, recorded_rows=_MOST_ROWS)
+    assert replayed.ids == plain.ids and guesses == expected
+    assert capture.num_replays >= replayed.num_steps - 2 > 10
+    assert sum(map(len, guesses.values())) > 100
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", _PLAIN_WRITERS)
+def test_drafts_on_a_gpu(kind: str, tiny_model: MakeModel, tmp_path: Path) -> None:
+    plain, expected = _answers(kind, tiny_model, tmp_path)
+    for recorded_rows in (0, _MOST_ROWS):
+        outputs, guesses = _answers(kind, tiny_model, tmp_path, recorded_rows=recorded_rows, device="cuda")
+        assert outputs.ids == plain.ids and guesses == expected, f"{recorded_rows} rows recorded"
+
+
+def _answers(
+    kind: str, tiny_model: MakeModel, directory: Path, *, capture: Capture | None = None, **config: Any
+) -> tuple[AnswerText, dict[tuple[int, ...], list[int]]]:
+    """Return the answers, and all drafts. directory: for the files of the heads."""
+    _PLAIN_WRITERS[kind](directory)
+    heads = heads_place(kind, directory)
+    model_dir = directory if kind == "mtp" else tiny_model("llama")[0]
+    runner = ModelRunner(
+        EngineConfig(model_dir=model_dir, dtype="float32", block_size=8, num_blocks=256, heads=heads, **config),
+        capture=capture,
+    )
+    recorder = Recorded(HeadProposer(runner, DraftSampler(learns=False)), _NUM_RECORDED)
+    asked = [
+        Asked(prompt, Sampling(max_tokens=14 + i, temperature=0.7 * (i % 2), seed=i), num_choices=1 + i % 2)
+        for i, prompt in enumerate(prompts(3, 40, 9, 17))
+    ]
+    speculation = Speculation({"heads": recorder}, max_tokens=_NUM_RECORDED, vocab_size=VOCAB_SIZE)
+    return answers(runner, asked, num_blocks=256, speculation=speculation), recorder.drafts
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "nemotron_h"])
+def test_logits_behind_a_prompt_equal_the_reference(family: str, make_runner: MakeRunner, tmp_path: Path) -> None:
+    """With an indexer, which chooses 7 of the positions, draft included; with experts in a layer of their own."""
+    mtp, (tokens,) = write_mtp(tmp_path, family=family), prompts(23)
+    runner, expected = make_runner(tmp_path, heads=HeadsPlace("mtp", tmp_path)), list[Tensor]()
+    prompt = Row(tokens[:-1], start=0, blocks=[3, 1, 2], num_logits=1, state_index=0)
+    runner.forward(Batch.of([prompt], block_size=8))
+
+    def choose_same(logits_V: Tensor, place: int) -> int:
+        expected.append(logits_V)
+        return 11 + place
+
+    mtp.reference(tokens, 3, choose=choose_same)
+    found = draft_logits(runner, [HeadRow(tokens[-1], 22, [3, 1, 2])], 3)
+    torch.testing.assert_close(torch.cat(found), torch.stack(expected), atol=2e-3, rtol=1e-3)
+
+
+def test_mtp_layer_chooses_positions_if_the_layer_before_shares_them(tmp_path: Path) -> None:
+    tiny_config("glm_moe_dsa", **GLM_MOE_DSA, num_nextn_predict_layers=1).save_pretrained(tmp_path)
+    model = model_config.load(tmp_path)
+    shape = load_heads("mtp", tmp_path, model).shape
+    assert not model.layers[-1].has_indexer and shape is not None and shape.layers[-1].has_indexer
+    assert shape.kv_layers[-1][1] == model.kv_dim + GLM_MOE_DSA["index_head_dim"]
+
+
+def test_model_without_mtp_layer_is_rejected(tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path) -> None:
+    write_mtp(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.layers.3.enorm.weight"]
+    save_file(weights, tmp_path / "model.safetensors")
+    for directory, complaint in (
+        (tiny_model("llama")[0], "LlamaForCausalLM has none"),
+        (tmp_path, "missing: model.layers.3.enorm.weight"),
+    ):
+        with pytest.raises(SpecError) as rejected:
+            make_runner(directory, heads=HeadsPlace("mtp", directory))
+        assert complaint in str(rejected.value) and "\n" not in str(rejected.value)
