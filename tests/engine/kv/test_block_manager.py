@@ -171,3 +171,10 @@ def test_lru_evicts_oldest_prefix_tail_first() -> None:
         manager.free(taken[0])
     manager.allocate([], 1)
     assert (manager.match(hashes_of([1, 2])), manager.match(hashes_of([3, 4]))) == (1, 2)
+
+
+def test_check_integrity_detects_errors() -> None:
+    manager = BlockManager(3)
+    manager._free.pop()
+    with pytest.raises(AssertionError, match="lost"):
+        manager.check_integrity()

@@ -137,7 +137,7 @@ def test_early_draft_of_resting_heads_catches_up_one_row(case: Case, counts: Cou
     case.steps(13, 30)
     counts.clear()
     assert [case.heads.num_behind(case.row(row, 30)) for row in (0, 1)] == [17, 17]
-    case.heads.catch_up([case.row(0, 30)], 10)
+    case.runner.catch_up([case.row(0, 30)], 10)
     assert case.heads.num_behind(case.row(0, 30)) == 7 and counts["keep"] == 10
     assert case.guess(case.row(0, 30)) == case.expected(0, 30)
     assert counts["keep"] == 17
