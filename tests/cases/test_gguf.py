@@ -9,7 +9,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType, GGUFValueType
+from gguf import GGUFValueType
 
 from core.model import config as model_config
 from core.model.gguf_import import import_gguf
@@ -73,7 +73,7 @@ def test_pre_tokenizer_of_another_name_or_none(pre: str | None, tmp_path: Path) 
 def test_i_quants_are_dequantized(name: str, tmp_path: Path) -> None:
     """EricLBuehler/mistral.rs#2100, kekzl/imp#556"""
     model = random_model(tiny_config("llama", **_SHAPE))
-    write_model(tmp_path / "m.gguf", model, quantized=GGMLQuantizationType[name])
+    write_model(tmp_path / "m.gguf", model, quantized=name)
     import_gguf(tmp_path / "m.gguf", tmp_path)
     (tokens,) = prompts(30)
     runner = ModelRunner(EngineConfig(model_dir=tmp_path, dtype="float32", block_size=8, num_blocks=12))

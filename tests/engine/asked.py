@@ -74,13 +74,7 @@ def answers(
         speculation = speculation(blocks)
     bounded = _Bounded(runner, config.max_batch_tokens)
     engine = Engine(
-        bounded,
-        sample,
-        blocks,
-        config,
-        block_size=runner.layout.block_size,
-        is_async=is_async,
-        speculation=speculation,
+        bounded, sample, blocks, config, block_size=runner.layout.block_size, is_async=is_async, speculation=speculation
     )
     for number, one in enumerate(asked):
         engine.add(Prompt(sequence_of(one, str(number), block_size=runner.layout.block_size)))
@@ -242,13 +236,7 @@ def check_with_leavers(
     """
     num_free = blocks.num_available
     engine = Engine(
-        runner,
-        sample,
-        blocks,
-        AMPLE,
-        block_size=runner.layout.block_size,
-        speculation=speculation,
-        is_async=is_async,
+        runner, sample, blocks, AMPLE, block_size=runner.layout.block_size, speculation=speculation, is_async=is_async
     )
     got: dict[tuple[str, int], list[int]] = {}
     left: set[str] = set()

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from engine.config import EngineConfig
 from engine.kernels.language import is_interpreted
 from engine.runner.runner import ModelRunner
-from tests.engine.gang import StartGang
+from tests.engine.gang import StartGang, on_rank
 from tests.engine.kernels.launched import refer_on_cpu
 from tests.engine.kernels.patched_once import language_patched_once
 from tests.engine.tiny_models import MakeModel, MakeRunner, random_model, tiny_config
@@ -78,12 +78,15 @@ def rank_processes() -> Iterator[list[ProcessPoolExecutor]]:
 
 @pytest.fixture
 def start_gang(rank_processes: list[ProcessPoolExecutor], tmp_path: Path) -> Iterator[StartGang]:
-    """start_gang(size, function, ...) runs function(place, prefix, rank, size, ...) in `size` processes."""
+    """start_gang(size, function, ...) runs function(parallel, ...) in `size` processes."""
     gangs, started = itertools.count(), list[tuple[int, Future[Any]]]()
 
-    def start(size: int, function: Callable[..., Any], *arguments: Any) -> list[Future[Any]]:
+    def start(size: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 20.0) -> list[Future[Any]]:
         place, prefix = tmp_path / "store of gangs", f"gang-{next(gangs)}"
-        ranks = [rank_processes[i].submit(function, place, prefix, i, size, *arguments) for i in range(size)]
+        ranks = [
+            rank_processes[i].submit(on_rank, function, place, prefix, i, size, timeout_s, arguments)
+            for i in range(size)
+        ]
         started.extend(enumerate(ranks))
         return ranks
 

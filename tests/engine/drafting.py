@@ -1,10 +1,11 @@
-"""Runners and their speculations, for every drafting method."""
+"""Drafting methods: files of heads, runners and their speculations, and drafts of heads for given rows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from core.model.draft_heads import HeadsPlace
 from engine.kv.block_manager import BlockManager
@@ -18,13 +19,17 @@ from tests.engine.spec_decode.heads.mtp_files import write_mtp
 from tests.engine.steps import VOCAB_SIZE
 from tests.engine.tiny_models import MakeRunner
 
-_WRITERS: Mapping[str, Callable[[Path], object]] = {
+WRITERS: Mapping[str, Callable[[Path], object]] = {
     "medusa": write_medusa,
     "eagle": write_eagle,
     "eagle1": write_eagle1,
     "mtp": write_mtp,
 }
-METHODS = ("ngram", "suffix", "draft", "self", *_WRITERS, "auto: all but mtp")
+METHODS = ("ngram", "suffix", "draft", "self", *WRITERS, "auto: all but mtp")
+
+
+def heads_place(kind: Any, directory: Path) -> HeadsPlace:
+    return HeadsPlace("eagle" if kind == "eagle1" else kind, directory)
 
 
 class Drafting:
@@ -37,10 +42,10 @@ class Drafting:
         self._method = method.partition(":")[0]
         self._is_auto = self._method == "auto"
         place = None
-        if kind := "eagle" if self._is_auto else self._method if self._method in _WRITERS else "":
-            _WRITERS[kind](directory)
-            self._method = "eagle" if kind == "eagle1" else self._method
-            place = HeadsPlace("eagle" if kind == "eagle1" else kind, directory)
+        if kind := "eagle" if self._is_auto else self._method if self._method in WRITERS else "":
+            WRITERS[kind](directory)
+            place = heads_place(kind, directory)
+            self._method = place.kind if kind == "eagle1" else self._method
         self.runner = make_runner(directory if kind == "mtp" else target, num_blocks=num_blocks, heads=place)
         self._heads = place and place.kind
         self._smaller = partial(make_runner, first_layers(target, 2), num_blocks=num_blocks // 2)

@@ -19,14 +19,14 @@ from engine.config import EngineConfig
 from engine.engine import SchedulerConfig
 from engine.kernels.sample import NOT_FINITE
 from engine.kv.block_manager import BlockManager
-from engine.runner.decode_graphs import Step
+from engine.runner.parallel import TensorParallel
 from engine.runner.runner import ModelRunner
 from engine.sampling import sampler
 from engine.sampling.sampler import choose_by_torch
 from engine.scheduler.step import ScheduledStep
 from engine.scheduler.step_commands import Orders
 from tests.engine.asked import AMPLE, AnswerText, Asked, answers, check_with_leavers, letters_grammar, one_of_each_kind
-from tests.engine.gang import join
+from tests.engine.fake_capture import FakeReplays
 from tests.engine.kernels.launched import refer_on_cpu
 from tests.engine.steps import VOCAB_SIZE, prompts
 from worker.gang_runner import GangRunner
@@ -53,7 +53,9 @@ class Leader:
         return self.gang.execute(step, orders)
 
 
-def _gang(parallel: Any, directory: Path, *, dtype: str = "float32", capture: Any = None, **config: Any) -> GangRunner:
+def gang_of(
+    parallel: TensorParallel, directory: Path, *, dtype: str = "float32", capture: Any = None, **config: Any
+) -> GangRunner:
     options = {"block_size": 8, "num_blocks": _NUM_BLOCKS} | config
     runner = ModelRunner(EngineConfig(model_dir=directory, dtype=dtype, **options), parallel, capture=capture)
     sender: Any = None  # nothing is sent
@@ -61,11 +63,11 @@ def _gang(parallel: Any, directory: Path, *, dtype: str = "float32", capture: An
 
 
 def answers_of_each_kind(
-    place: Path, prefix: str, rank: int, size: int, directory: Path, grammars: Path
+    parallel: TensorParallel, directory: Path, grammars: Path
 ) -> tuple[AnswerText, AnswerText] | None:
     """Return the answers without and with async scheduling; None on the ranks that follow."""
-    gang = _gang(join(place, prefix, rank, size), directory)
-    if rank:
+    gang = gang_of(parallel, directory)
+    if parallel.rank:
         gang.follow()
         return None
     asked = [_sequential_request(one) for one in one_of_each_kind(letters_grammar(grammars))]
@@ -84,11 +86,11 @@ def _sequential_request(one: Asked) -> Asked:
 
 
 def answers_with_preemption(
-    place: Path, prefix: str, rank: int, size: int, directory: Path, max_batch_tokens: int, num_blocks: int
+    parallel: TensorParallel, directory: Path, max_batch_tokens: int, num_blocks: int
 ) -> tuple[AnswerText, AnswerText] | None:
     """Like `answers_of_each_kind`, with preemption, and with rows whose bits do not depend on the batch."""
-    gang = _gang(join(place, prefix, rank, size), directory, dtype="bfloat16", deterministic=True)
-    if rank:
+    gang = gang_of(parallel, directory, dtype="bfloat16", deterministic=True)
+    if parallel.rank:
         gang.follow()
         return None
     texts, sampling = prompts(40, 9, 22, 31, 5), Sampling(temperature=0.9, top_p=0.8, max_tokens=30)
@@ -104,32 +106,19 @@ def answers_with_preemption(
     return waits, ahead
 
 
-def answers_by_replays(
-    place: Path, prefix: str, rank: int, size: int, directory: Path
-) -> tuple[AnswerText, AnswerText, int] | None:
+def answers_by_replays(parallel: TensorParallel, directory: Path) -> tuple[AnswerText, AnswerText, int] | None:
     """Replay every step with device-side tokens, whatever the host knows of them.
 
     Returns the answers without and with async scheduling, and the number of replays.
     """
     refer_on_cpu(pytest.MonkeyPatch())
-    replays: list[Step] = []
-
-    def capture(recorded: Step) -> Step:
-        recorded()
-
-        def replay() -> None:
-            replays.append(recorded)
-            recorded()
-
-        return replay
-
-    parallel = join(place, prefix, rank, size)
+    replays = FakeReplays()
     limits = SchedulerConfig(max_batch_tokens=8, max_running=8, max_waiting=9)
-    gang = _gang(parallel, directory, recorded_rows=limits.max_batch_tokens, max_context=64, capture=capture)
+    gang = gang_of(parallel, directory, recorded_rows=limits.max_batch_tokens, max_context=64, capture=replays)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DeviceTokens, "fill", _not_on_the_host)
         patch.setattr(sampler, "choose_by_torch", _sample_on_device)
-        if rank:
+        if parallel.rank:
             gang.follow()
             return None
         asked = [
@@ -141,7 +130,7 @@ def answers_by_replays(
             for runs in (False, True)
         )
         gang.execute(None, Orders(stop=True))
-        return waits, ahead, len(replays)
+        return waits, ahead, replays.num_replays
 
 
 def _not_on_the_host(device_tokens: DeviceTokens, token_ids_T: np.ndarray) -> None:
@@ -155,10 +144,10 @@ def _sample_on_device(logits_RV: Tensor, rows: Any) -> Tensor:
     return chosen_R.index_fill(0, torch.tensor(failing, dtype=torch.int64), NOT_FINITE)
 
 
-def lead_dying_rank(place: Path, prefix: str, rank: int, size: int, directory: Path) -> str:
+def lead_dying_rank(parallel: TensorParallel, directory: Path) -> str:
     """Lead a rank that ends after it has received a step behind another one, and gets no tokens for it."""
-    gang = _gang(join(place, prefix, rank, size, timeout_s=5.0), directory)
-    if rank:
+    gang = gang_of(parallel, directory)
+    if parallel.rank:
         gang.runner.parallel.broadcast_on_device = _die  # type: ignore[method-assign]
         gang.follow()
     asked = [Asked(prompt, Sampling(temperature=0.0, max_tokens=9)) for prompt in prompts(9, 20)]
@@ -169,12 +158,12 @@ def lead_dying_rank(place: Path, prefix: str, rank: int, size: int, directory: P
     return "nothing"
 
 
-def fail_while_leading(place: Path, prefix: str, rank: int, size: int, directory: Path) -> str:
+def fail_while_leading(parallel: TensorParallel, directory: Path) -> str:
     """Fail on rank 0 after sending a step behind another one, without sending its tokens."""
-    gang = _gang(join(place, prefix, rank, size, timeout_s=5.0), directory)
+    gang = gang_of(parallel, directory)
     asked = [Asked(prompt, Sampling(temperature=0.0, max_tokens=9)) for prompt in prompts(9, 20)]
     try:
-        if rank:
+        if parallel.rank:
             gang.follow()
         gang.runner.parallel.broadcast_on_device = _fail  # type: ignore[method-assign]
         answers(Leader(gang), asked, AMPLE, is_async=True)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Driving a runner by hand: prompts, and steps over parts of them."""
+"""Driving a runner by hand: random numbers and prompts, and steps over parts of them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from core.types.request import SequenceRequest
@@ -14,12 +15,26 @@ from engine.attention.heads import in_windows
 from engine.batch.batch import Batch
 from engine.batch.device_batch import DeviceBatch
 from engine.batch.rows import Row
+from engine.cpu.library import open_kernels
 from engine.model.layer_kinds import StepStates
 from engine.runner.runner import ModelRunner
 from engine.scheduler.row_updates import LastRows
 from engine.scheduler.sequence import Sequence
 
 VOCAB_SIZE = 131  # of the random models
+
+
+needs_compiler = pytest.mark.skipif(
+    open_kernels(dtype=torch.bfloat16, device=torch.device("cpu")) is None, reason="no C++ compiler here"
+)
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def random_bf16(*shape: int, seed: int = 0) -> torch.Tensor:
+    return random(*shape, seed=seed).bfloat16()
 
 
 def prompts(*lengths: int, vocab_size: int = VOCAB_SIZE) -> list[list[int]]:

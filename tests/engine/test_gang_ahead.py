@@ -56,13 +56,13 @@ def test_replayed_steps_read_device_tokens_on_every_rank(
 
 
 def test_leader_notices_rank_that_dies_before_receiving_tokens(tiny_model: MakeModel, start_gang: StartGang) -> None:
-    leader, other = start_gang(2, gang_answers.lead_dying_rank, tiny_model("llama")[0])
+    leader, other = start_gang(2, gang_answers.lead_dying_rank, tiny_model("llama")[0], timeout_s=5.0)
     assert "another rank is gone" in leader.result(_WITHIN_S)
     with pytest.raises(BrokenProcessPool):
         other.result(_WITHIN_S)
 
 
 def test_follower_ends_when_rank_0_fails_before_sending_tokens(tiny_model: MakeModel, start_gang: StartGang) -> None:
-    leader, other = start_gang(2, gang_answers.fail_while_leading, tiny_model("llama")[0])
+    leader, other = start_gang(2, gang_answers.fail_while_leading, tiny_model("llama")[0], timeout_s=5.0)
     assert leader.result(_WITHIN_S) == "ZeroDivisionError: a fault of rank 0"
     assert other.result(_WITHIN_S).startswith("ReplicaLost: rank 1 of 2: another rank is gone")

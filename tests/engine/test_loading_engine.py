@@ -13,23 +13,23 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule, run_state_machine_as_test
 
 import engine.tiers.tiers
+from core.index.prefix_index import PrefixIndex
 from core.rpc import worker_pb2 as pb
 from core.types.errors import TransferError
 from core.types.handoff import Handoff
-from core.types.prefix_hash import block_hashes, root_hash
+from core.types.prefix_hash import block_hashes, checkpoint_hash, root_hash
 from core.types.tier import Tier
-from engine.engine import Engine, SchedulerConfig
+from engine.engine import Engine
 from engine.kv.block_manager import BlockManager
 from engine.kv.layout import KVLayout
 from engine.scheduler.prompts import Prompt, PromptQueue, allocate
 from engine.scheduler.step import NoConnector, ScheduledStep
 from engine.scheduler.step_commands import BeginOrder, Orders
-from engine.tiers.commands import Load, LoadOrder, LoadResult, TierOrders
-from engine.tiers.table import TierTable
+from engine.tiers.commands import LoadOrder, LoadResult, TierOrders
 from engine.tiers.tiers import Tiers
 from kvtransfer.protocol.rank_transfer import Shipment
 from kvtransfer.transfer.serve_fetches import ServedFetches
-from tests.engine.test_engine import SEARCH, SETTINGS, EngineMachine, FakePool, StatesMachine, choose, make_prompt
+from tests.engine.test_engine import SETTINGS, EngineMachine, FakePool, StatesMachine, make_engine, make_prompt
 from tests.engine.test_window_engine import FakeWindowPool, SpeculatingWindowsMachine, WindowsMachine
 from tests.engine.tiers.test_tiers import DELTA_NET
 from tests.support.grids import quick
@@ -131,7 +131,7 @@ class FakeListener:
     def __init__(self) -> None:
         self.num_ended = 0
 
-    def served(self, num_tokens: int) -> None:
+    def granted(self, num_tokens: int) -> None:
         pass
 
     def ended(self, shipment: Shipment | None, error: TransferError | None) -> None:
@@ -314,7 +314,7 @@ class Loading(EngineMachine):
         )
         listener = FakeListener()
         self.asked[handoff.id] = tokens, listener
-        self.served.serve(handoff, block_hashes(root_hash("m"), tokens, block_size=_BLOCK), listener)
+        self.served.give(handoff, block_hashes(root_hash("m"), tokens, block_size=_BLOCK), listener)
 
     @precondition(lambda self: self.serving)
     @rule(data=st.data(), cancels=st.booleans())
@@ -364,6 +364,18 @@ class Loading(EngineMachine):
                     self.known[prefix_hash] = tier
             assert self.known == self.tiers.table.held()
             self.tiers.table.check_integrity()
+            self._check_beliefs_of_routers()
+
+    def _check_beliefs_of_routers(self) -> None:
+        index = PrefixIndex()
+        for prefix_hash, tier in self.known.items():
+            index.store("r", [prefix_hash], tier)
+        needed = self.layout.cache.num_checkpoints
+        for prompt in self.prompts if needed else ():
+            hashes = prompt.sequence.hashes()
+            depths = index.depths_to_checkpoints(hashes, [*map(checkpoint_hash, hashes)], among={"r": needed})
+            believed = depths["r"].device if "r" in depths else 0
+            assert believed <= self.blocks.match_reusable(hashes), "a router believes in a hit that is none"
 
     @invariant()
     def every_block_is_in_one_state(self) -> None:
@@ -439,18 +451,6 @@ def test_random_loads(machine: type[Loading]) -> None:
     run_state_machine_as_test(machine, settings=few)
 
 
-def _free_at_once(self: TierTable[Any], load: Load[Any]) -> None:
-    load.is_given_up = True
-    self._device.free(load.blocks)
-
-
-@pytest.mark.slow
-def test_random_loads_find_blocks_freed_while_they_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TierTable, "give_up", _free_at_once)
-    with pytest.raises((AssertionError, KeyError, ExceptionGroup)):
-        run_state_machine_as_test(PrefillingLoadingWindowsMachine, settings=SEARCH)
-
-
 class FailingFetches(NoConnector):
     """Connector whose prefixes are gone when their fetches begin."""
 
@@ -466,11 +466,7 @@ class FailingFetches(NoConnector):
 @pytest.mark.parametrize("decodes", [True, False])
 def test_a_prompt_whose_prefix_is_gone_waits_for_no_command(decodes: bool) -> None:
     """The step loop sleeps after a step without work."""
-    config = SchedulerConfig(max_batch_tokens=40, max_running=4, max_waiting=9, decodes=decodes)
-    connector = FailingFetches(lambda: one.prompts)
-    one: Engine[Any] = Engine(
-        FakePool(), choose, BlockManager(_NUM_BLOCKS), config, block_size=_BLOCK, connector=connector
-    )
+    one: Engine[Any] = make_engine(connector=FailingFetches(lambda: one.prompts), decodes=decodes)
     one.add(make_prompt(range(9), num_offered=8, is_loaded=True))
     results = [one.step()]
     while results[-1].did_work:

@@ -1,4 +1,4 @@
-"""Async scheduling, sampling and downloads on a device whose streams are ordered by events only."""
+"""Async scheduling, recorded steps, sampling and downloads on a device whose streams are ordered by events only."""
 
 from __future__ import annotations
 
@@ -38,11 +38,10 @@ def races(
     tiny_model: MakeModel,
     asks: list[tuple[int, int, int | None]],
     mutate: Mutate = lambda patch, device, copies: None,
-    *,
-    recorded_rows: int = 4,
+    **capture: Any,
 ) -> list[str]:
     """Run requests and return the unordered accesses. asks: per prompt its tokens, the answer's length, and
-    num_logprobs."""
+    num_logprobs. capture: of FakeCapture."""
     with pytest.MonkeyPatch.context() as patch:
         device = FakeStreams()
         copies = device.device_stream()
@@ -54,20 +53,19 @@ def races(
         mutate(patch, device, copies)
         directory, _ = tiny_model("llama", num_hidden_layers=1)
         config = EngineConfig(
-            model_dir=directory,
-            dtype="float32",
-            block_size=8,
-            num_blocks=16,
-            max_context=32,
-            recorded_rows=recorded_rows,
+            model_dir=directory, dtype="float32", block_size=8, num_blocks=16, max_context=32, recorded_rows=4
         )
         asked = [
             Asked(prompt, Sampling(temperature=0.0, max_tokens=num_tokens, num_logprobs=num_logprobs))
             for prompt, (_, num_tokens, num_logprobs) in zip(prompts(*(ask[0] for ask in asks)), asks, strict=True)
         ]
         with device.watched("compute"):
-            runner = ModelRunner(config, capture=FakeCapture(device))
+            runner = ModelRunner(config, capture=FakeCapture(device, **capture))
             outputs = answers(runner, asked, num_blocks=16, is_async=True)
+            computed = device.mark()
+        with device.watched("link"):
+            computed.hold_up()
+            runner.pool.copy_out([0, 1])
         assert outputs.num_device_tokens or all(num_tokens < 3 for _, num_tokens, _ in asks)
         return device.races
 
@@ -83,13 +81,6 @@ def test_async_loop_orders_all_accesses(asks: list[tuple[int, int, int | None]],
 # Faults that the test must find.
 
 
-def copy_ids_before_they_are_chosen(patch: pytest.MonkeyPatch, device: FakeStreams, copies: FakeLane) -> None:
-    begun = device.mark()
-    mark = device.mark
-    # The copy is ordered only after the start of the work.
-    patch.setattr(device, "mark", lambda: begun if device.current == "compute" else mark())
-
-
 def read_ids_before_they_have_come(patch: pytest.MonkeyPatch, device: FakeStreams, copies: FakeLane) -> None:
     begun, mark = device.mark(), device.mark
     patch.setattr(device, "mark", lambda: begun if device.current == copies.name else mark())
@@ -103,44 +94,12 @@ def choose_on_another_stream(patch: pytest.MonkeyPatch, device: FakeStreams, cop
     patch.setattr(sampler, "choose_by_torch", elsewhere)
 
 
-def let_go_of_what_is_being_copied(patch: pytest.MonkeyPatch, device: FakeStreams, copies: FakeLane) -> None:
-    def not_held(tensors: list[Tensor]) -> Callable[[], list[Any]]:
-        computed = device.mark()
-        with copies.entered():
-            computed.hold_up()
-            hosts = [device.page_locked(tensor.numel(), tensor.dtype).view(tensor.shape) for tensor in tensors]
-            for host, tensor in zip(hosts, tensors, strict=True):
-                device.copy(host, tensor)
-            copied = device.mark()
-
-        def wait() -> list[Any]:
-            copied.wait()
-            return [host.numpy() for host in hosts]
-
-        return wait
-
-    patch.setattr(sampler, "download", not_held)
-
-
-def feed_ids_on_another_stream(patch: pytest.MonkeyPatch, device: FakeStreams, copies: FakeLane) -> None:
-    clamp = torch.clamp
-
-    def elsewhere(*arguments: Any, **options: Any) -> Tensor:
-        with device.watched("another"):
-            return clamp(*arguments, **options)
-
-    patch.setattr(torch, "clamp", elsewhere)
-
-
-MUTATIONS: list[Mutate] = [
-    copy_ids_before_they_are_chosen,
-    read_ids_before_they_have_come,
-    choose_on_another_stream,
-    let_go_of_what_is_being_copied,
-    feed_ids_on_another_stream,
-]
-
-
-@pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda mutate: mutate.__name__)
-def test_a_fault_is_found(mutate: Mutate, tiny_model: MakeModel) -> None:
-    assert races(tiny_model, [(5, 6, None), (9, 4, 2)], mutate)
+@pytest.mark.parametrize(
+    "fault",
+    [
+        *({"mutate": mutate} for mutate in (read_ids_before_they_have_come, choose_on_another_stream)),
+        *({"replays_on": "another"}, {"waits": False}),
+    ],
+)
+def test_a_fault_is_found(fault: dict[str, Any], tiny_model: MakeModel) -> None:
+    assert races(tiny_model, [(5, 6, None), (9, 4, 2)], **fault)

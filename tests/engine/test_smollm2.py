@@ -20,7 +20,6 @@ from engine.config import EngineConfig
 from engine.runner.runner import ModelRunner
 from engine.tools.offline import generate
 from tests.engine.gguf_files import read_model
-from tests.engine.scored_prompts import ScoredPrompts, check_scores
 from tests.engine.steps import prompts, step
 
 QUESTION = (
@@ -72,16 +71,6 @@ def test_logits_equal_transformers(runner: ModelRunner, reference: PreTrainedMod
         [*first, *second], [expected[0][19], expected[1][68], expected[0][-1], expected[1][-1]], strict=True
     ):
         torch.testing.assert_close(row, wanted, atol=5e-4, rtol=1e-4)
-
-
-def test_prompt_logprobs_equal_transformers(
-    runner: ModelRunner, reference: PreTrainedModel, tokenizer: Tokenizer
-) -> None:
-    engine, question = ScoredPrompts(runner, max_batch_tokens=16), tokenizer.encode(QUESTION).ids
-    for _ in ("a cold cache", "a warm one"):
-        scores, none = engine.tell([(question, 2), (question[:20], None)])
-        check_scores(scores, reference, question, 2, within=1e-3)
-        assert not none
 
 
 def test_model_answers_paris(smollm2_dir: Path, tokenizer: Tokenizer) -> None:

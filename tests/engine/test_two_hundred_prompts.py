@@ -60,12 +60,7 @@ def test_answers_equal_those_without_drafts(
 @pytest.mark.parametrize("recorded_rows", [0, 40])
 @pytest.mark.parametrize("method", METHODS)
 def test_answers_equal_those_without_drafts_on_a_gpu(
-    method: str,
-    recorded_rows: int,
-    asked: list[Asked],
-    tiny_model: MakeModel,
-    make_runner: MakeRunner,
-    tmp_path: Path,
+    method: str, recorded_rows: int, asked: list[Asked], tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path
 ) -> None:
     """With and without graphs. The shape of a step may change the rounding of some logits."""
     on_gpu: dict[str, Any] = {"device": "cuda", "recorded_rows": recorded_rows}

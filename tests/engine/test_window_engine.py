@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import strategies as st
@@ -10,19 +11,16 @@ from hypothesis.stateful import invariant, precondition, rule, run_state_machine
 
 from core.model.kv_memory import least_parts
 from core.types.handoff import Handoff
-from core.types.request import Sampling, SequenceRequest
-from engine.engine import Engine, SchedulerConfig
+from engine.engine import Engine
 from engine.kv.block_manager import BlockManager
 from engine.kv.layout import KVLayout
 from engine.kv.window_manager import HeldParts, WindowManager
-from engine.scheduler.prompts import Prompt
 from engine.scheduler.sequence import Sequence as TokenSequence
-from engine.scheduler.step import Prefilled, ScheduledStep
+from engine.scheduler.step import ScheduledStep
 from engine.scheduler.step_commands import Orders
 from kvtransfer.protocol.outgoing_transfers import OutgoingTransfer, OutgoingTransfers, parts_of_handoff
 from kvtransfer.protocol.rank_transfer import Shipment
-from tests.engine.test_engine import SEARCH, SETTINGS, EngineMachine, FakePool, choose, make_prompt
-from tests.support.grids import quick
+from tests.engine.test_engine import SEARCH, SETTINGS, EngineMachine, FakePool, finish, make_engine, make_prompt, run
 
 _BLOCK, _NUM_BLOCKS = 4, 24
 _WINDOW = 6
@@ -268,85 +266,35 @@ def _one_block_early(self: HeldParts, first: int, windows: WindowManager) -> Non
     _advance(self, first + 1, windows)
 
 
-def _swapped(self: WindowManager) -> list[tuple[int, int]]:
-    changes = _take_changes(self)
-    parts = [part for _, part in changes]
-    return [(block, part) for (block, _), part in zip(changes, parts[1:] + parts[:1], strict=True)]
-
-
-def _whole_prefix(self: WindowManager, depth: int, block_at: Callable[[int], int]) -> int:
-    return depth
-
-
-def _cache_all(self: Engine[object], prompt: Prompt, num_tokens: int, next_tokens: Sequence[int]) -> Prefilled:
-    windows = self.blocks.windows
-    if prompt.is_running_elsewhere:
-        self.blocks.windows = None
-    try:
-        return _landed(self, prompt, num_tokens, next_tokens)
-    finally:
-        self.blocks.windows = windows
-
-
-def _keep_parts(self: HeldParts, end: int, windows: WindowManager) -> None:
-    pass
-
-
 def _hold_nothing(self: HeldParts, table: Sequence[int], windows: WindowManager) -> None:
     pass
 
 
-_advance, _take_changes, _landed = HeldParts.advance, WindowManager.take_changes, Engine.landed
+_advance = HeldParts.advance
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "fault", "machine"),
-    [
-        (HeldParts, "advance", _one_block_early, WindowsMachine),
-        (HeldParts, "keep", _hold_nothing, ShippingWindowsMachine),
-        *quick(
-            [
-                (WindowManager, "take_changes", _swapped, WindowsMachine),
-                (WindowManager, "match", _whole_prefix, WindowsMachine),
-                (Engine, "landed", _cache_all, WindowsMachine),
-                (HeldParts, "trim", _keep_parts, SpeculatingWindowsMachine),
-            ],
-            (),
-        ),
-    ],
+    ("name", "fault", "machine"),
+    [("advance", _one_block_early, WindowsMachine), ("keep", _hold_nothing, ShippingWindowsMachine)],
 )
 def test_state_machine_finds_planted_faults(
-    owner: object,
-    name: str,
-    fault: Callable[..., object],
-    machine: type[WindowsMachine],
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, fault: Callable[..., object], machine: type[WindowsMachine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(owner, name, fault)
+    monkeypatch.setattr(HeldParts, name, fault)
     with pytest.raises((AssertionError, KeyError, ExceptionGroup)):
         run_state_machine_as_test(machine, settings=SEARCH)
 
 
-def _prompt(tokens: tuple[int, ...], *, num_offered: int = 0) -> Prompt:
-    sampling = Sampling(max_tokens=8)
-    request = SequenceRequest(id="r", token_ids=tokens, num_prompt_tokens=len(tokens), sampling=sampling)
-    sequence = TokenSequence(request, 0, model="m", block_size=_BLOCK, max_context=_NUM_BLOCKS * _BLOCK)
-    return Prompt(sequence, num_offered=num_offered)
+def _engine(num_parts: int, **limits: Any) -> tuple[Engine[list[tuple[int, ...]]], WindowManager]:
+    windows = WindowManager(num_parts, num_blocks=_NUM_BLOCKS, window=_WINDOW, block_size=_BLOCK, max_batch_tokens=8)
+    blocks = BlockManager(_NUM_BLOCKS, windows=windows)
+    return make_engine(blocks, FakeWindowPool(), max_batch_tokens=8, max_running=8, **limits), windows
 
 
 def test_fetch_leaves_parts_to_earlier_prompts() -> None:
     """Without this, prompts with a prefix to fetch would pass a prompt that waits for parts again and again."""
-    windows = WindowManager(
-        least_parts(window=_WINDOW, block_size=_BLOCK, max_batch_tokens=8),
-        num_blocks=_NUM_BLOCKS,
-        window=_WINDOW,
-        block_size=_BLOCK,
-        max_batch_tokens=8,
-    )
-    config = SchedulerConfig(max_batch_tokens=8, max_running=8, max_waiting=9, decodes=False)
-    blocks = BlockManager(_NUM_BLOCKS, windows=windows)
-    engine = Engine(FakeWindowPool(), choose, blocks, config, block_size=_BLOCK)
-    first, second = _prompt((1,) * 20), _prompt((2,) * 20, num_offered=16)
+    engine, _ = _engine(least_parts(window=_WINDOW, block_size=_BLOCK, max_batch_tokens=8), decodes=False)
+    first, second = make_prompt([1] * 20), make_prompt([2] * 20, num_offered=16)
     engine.add(first)
     engine.add(second)
     engine.step()
@@ -360,35 +308,19 @@ def test_fetch_leaves_parts_to_earlier_prompts() -> None:
 @pytest.mark.parametrize(("num_parts", "choices"), [(7, 1), (11, 4)])
 def test_local_decodes_make_room_for_the_parts_of_a_prompt(num_parts: int, choices: int) -> None:
     """Otherwise the prompts of a prefill replica would wait for whole answers."""
-    windows = WindowManager(num_parts, num_blocks=_NUM_BLOCKS, window=_WINDOW, block_size=_BLOCK, max_batch_tokens=8)
-    config = SchedulerConfig(
-        max_batch_tokens=8,
-        max_running=8,
-        max_waiting=9,
-        decodes=False,
-        max_local_decodes=4,
-        max_local_decode_blocks=16,
-    )
-    blocks = BlockManager(_NUM_BLOCKS, windows=windows)
-    engine = Engine(FakeWindowPool(), choose, blocks, config, block_size=_BLOCK)
+    engine, windows = _engine(num_parts, decodes=False, max_local_decodes=4, max_local_decode_blocks=16)
     local, prompt = make_prompt([3] * 9, max_tokens=40, choices=choices, is_local_decode=True), make_prompt([5] * 18)
     engine.add(local)
-    for _ in range(4):
-        engine.step()
+    run(engine, 4)
     engine.add(prompt)
     computed = [one.prompt for _ in range(4) for one in engine.step().prefilled]
     assert computed == [prompt] and engine.decoding.num_preemptions
-    while engine.step().did_work:
-        pass
-    assert local.sequence.num_generated == 40
-    assert (blocks.num_available, windows.num_reserved, engine.num_waiting) == (_NUM_BLOCKS, 0, 0)
+    finish(engine)
+    assert local.sequence.num_generated == 40 and windows.num_reserved == 0
 
 
 def test_admission_preempts_the_tenant_with_most_parts() -> None:
-    windows = WindowManager(11, num_blocks=_NUM_BLOCKS, window=_WINDOW, block_size=_BLOCK, max_batch_tokens=8)
-    config = SchedulerConfig(max_batch_tokens=8, max_running=8, max_waiting=9)
-    blocks = BlockManager(_NUM_BLOCKS, windows=windows)
-    engine = Engine(FakeWindowPool(), choose, blocks, config, block_size=_BLOCK)
+    engine, windows = _engine(11)
     for number in range(2):
         engine.add(make_prompt([number] * 17, max_tokens=20, tenant="greedy"))
     while len(engine.decoding.running) < 2:
@@ -397,13 +329,11 @@ def test_admission_preempts_the_tenant_with_most_parts() -> None:
     modest = make_prompt([9] * 12, max_tokens=4, tenant="modest")
     engine.add(same)
     engine.add(modest)
-    for _ in range(6):
-        engine.step()
+    run(engine, 6)
     assert modest.sequence.num_generated == 4 and engine.decoding.num_preemptions == 1
     assert same in engine.prompts.waiting, "preempted sequences of the same tenant come first"
-    while engine.step().did_work:
-        pass
-    assert (blocks.num_available, windows.num_reserved, engine.num_waiting) == (_NUM_BLOCKS, 0, 0)
+    finish(engine)
+    assert windows.num_reserved == 0
 
 
 def test_blocks_and_parts_are_evicted_apart() -> None:
@@ -430,25 +360,6 @@ def test_blocks_and_parts_are_evicted_apart() -> None:
     blocks.discard(b"d")
     blocks.check_integrity()
     assert table[3] not in windows and windows.num_available == 4
-
-
-def test_quarantined_parts_are_free_after_release() -> None:
-    windows = WindowManager(7, num_blocks=8, window=5, block_size=2, max_batch_tokens=0)
-    blocks, held = BlockManager(8, windows=windows), HeldParts()
-    taken = blocks.allocate([], 3)
-    assert taken
-    table, _ = taken
-    held.reserve(3, windows)
-    held.extend(table, 3, windows)
-    held.leave_out(table[1:])
-    blocks.quarantine(table[1:])
-    held.release(windows)
-    blocks.free(table[:1])
-    blocks.check_integrity()
-    assert (windows.num_held, windows.num_reserved, table[0] in windows) == (2, 2, False)
-    blocks.release(table[1:])
-    blocks.check_integrity()
-    assert (windows.num_held, windows.num_reserved, windows.num_available) == (0, 0, 6)
 
 
 def test_block_with_its_part_replaces_one_without() -> None:

@@ -7,87 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    DeepseekV2Config,
-    DeepseekV3Config,
-    DeepseekV32Config,
-    Gemma2Config,
-    Gemma3TextConfig,
-    Gemma4TextConfig,
-    Glm4MoeConfig,
-    Glm4MoeLiteConfig,
-    GlmMoeDsaConfig,
-    GptOssConfig,
-    GraniteConfig,
-    GraniteMoeConfig,
-    GraniteMoeHybridConfig,
-    Lfm2Config,
-    Llama4TextConfig,
-    LlamaConfig,
-    MiniMaxM2Config,
-    Ministral3Config,
-    Mistral4Config,
-    Mistral4ForCausalLM,
-    MistralConfig,
-    MixtralConfig,
-    NemotronHConfig,
-    Olmo2Config,
-    Phi3Config,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2MoeConfig,
-    Qwen3_5MoeTextConfig,
-    Qwen3_5TextConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
-    Qwen3NextConfig,
-    SmolLM3Config,
-)
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Mistral4ForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from engine.runner.runner import ModelRunner
 from tests.engine.steps import VOCAB_SIZE
 
-CONFIGS = {
-    "llama": LlamaConfig,
-    "mistral": MistralConfig,
-    "qwen2": Qwen2Config,
-    "qwen3": Qwen3Config,
-    "mixtral": MixtralConfig,
-    "qwen2_moe": Qwen2MoeConfig,
-    "qwen3_moe": Qwen3MoeConfig,
-    "deepseek_v2": DeepseekV2Config,
-    "deepseek_v3": DeepseekV3Config,
-    "deepseek_v32": DeepseekV32Config,
-    "glm_moe_dsa": GlmMoeDsaConfig,
-    "gemma2": Gemma2Config,
-    "gemma3": Gemma3TextConfig,
-    "gemma4": Gemma4TextConfig,
-    "phi3": Phi3Config,
-    "gpt_oss": GptOssConfig,
-    "glm4_moe": Glm4MoeConfig,
-    "glm4_moe_lite": Glm4MoeLiteConfig,
-    "minimax_m2": MiniMaxM2Config,
-    "ministral3": Ministral3Config,
-    "mistral4": Mistral4Config,
-    "llama4": Llama4TextConfig,
-    "olmo2": Olmo2Config,
-    "smollm3": SmolLM3Config,
-    "granite": GraniteConfig,
-    "granite_moe": GraniteMoeConfig,
-    "granite_hybrid": GraniteMoeHybridConfig,
-    "lfm2": Lfm2Config,
-    "nemotron_h": NemotronHConfig,
-    "qwen3_next": Qwen3NextConfig,
-    "qwen3_5": Qwen3_5TextConfig,
-    "qwen3_5_moe": Qwen3_5MoeTextConfig,
-}
+_FAMILIES = "llama mistral qwen2 qwen3 mixtral qwen2_moe qwen3_moe deepseek_v2 deepseek_v3 deepseek_v32 glm_moe_dsa"
+_FAMILIES += " gemma2 gemma3 gemma4 phi3 gpt_oss glm4_moe glm4_moe_lite minimax_m2 ministral3 mistral4 llama4 olmo2"
+_FAMILIES += " smollm3 granite granite_moe granite_hybrid lfm2 nemotron_h qwen3_next qwen3_5 qwen3_5_moe"
+# In transformers, where they differ.
+_NAMES = {name: f"{name}_text" for name in ("gemma3", "gemma4", "llama4", "qwen3_5", "qwen3_5_moe")}
+_NAMES |= {"granite_moe": "granitemoe", "granite_hybrid": "granitemoehybrid"}
+CONFIGS = {family: CONFIG_MAPPING[_NAMES.get(family, family)] for family in _FAMILIES.split()}
 LATENT = {"kv_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10}
-LATENT |= {
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-}  # in transformers' format: heads are expanded, then rotated in part
+LATENT |= {"num_key_value_heads": 4, "head_dim": 8}  # in transformers' format: heads are expanded, then rotated in part
 ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "first_k_dense_replace": 1}
 GROUPS = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7}
 DEEPSEEK_V2 = {"q_lora_rank": None, "n_shared_experts": 2, "topk_method": "greedy"} | LATENT | ROUTED

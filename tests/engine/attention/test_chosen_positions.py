@@ -21,15 +21,11 @@ from engine.kv.pool import KVPool
 from engine.runner.runner import ModelRunner
 from kvtransfer.protocol.frames import Segment
 from kvtransfer.transfer.codec import codec_for, slots_of
-from tests.engine.steps import as_on_gpu, prompts
+from tests.engine.steps import as_on_gpu, prompts, random
 from tests.engine.tiny_models import DEEPSEEK_V32, GLM_MOE_DSA, MakeModel, MakeRunner, reference_logits
 
 CPU = torch.device("cpu")
 LATENT, ROPE, INDEX, HEADS, TOP_K = 24, 8, 14, 5, 6
-
-
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def make_layout(dtype: str) -> KVLayout:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from engine.attention.flashinfer_heads import FlashInfer, find_flashinfer, is_possible
 from engine.attention.heads import TorchHeads
@@ -20,8 +22,7 @@ from engine.batch.rows import Row
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
 from engine.runner import streams
-from tests.engine.attention.fake_flashinfer import FakeFlashInfer
-from tests.engine.steps import as_on_gpu
+from tests.engine.steps import as_on_gpu, random
 from tests.engine.tiny_models import MakeModel, MakeRunner
 
 CPU = torch.device("cpu")
@@ -33,10 +34,6 @@ def pool_of(dtype: str = "float32", *, head_dim: int = DIM, num_sides: int = 2) 
         model="m", num_layers=2, num_kv_heads=2, head_dim=head_dim, block_size=SIZE, dtype=dtype, num_sides=num_sides
     )
     return KVPool(layout, num_blocks=40, device=CPU)
-
-
-def random(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize(
@@ -179,3 +176,68 @@ def test_flashinfer_on_gpu_equals_torch(spans: list[tuple[int, int, int]]) -> No
     q_THD = ours.store(attention, fused)
     found = [heads.attend(attention, q_THD) for heads in (theirs, ours)]
     torch.testing.assert_close(*found, atol=3e-2, rtol=3e-2)
+
+
+class FakeFlashInfer:
+    """Stand-in for the module. Wrappers keep the tensors of their plan, as FlashInfer does, so reuse is noticed."""
+
+    def __init__(self) -> None:
+        self.num_runs = 0
+
+    def BatchPrefillWithPagedKVCacheWrapper(self, workspace: Tensor, kv_layout: str) -> FakeWrapper:
+        assert kv_layout == "HND" and workspace.dtype is torch.uint8
+        return FakeWrapper(self)
+
+
+class FakeWrapper:
+    def __init__(self, library: FakeFlashInfer) -> None:
+        self._library = library
+        self._plan: tuple[Any, ...] | None = None
+
+    def plan(
+        self,
+        qo_indptr: Tensor,
+        paged_kv_indptr: Tensor,
+        paged_kv_indices: Tensor,
+        paged_kv_last_page_len: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        page_size: int,
+        *,
+        causal: bool,
+        q_data_type: torch.dtype,
+        kv_data_type: torch.dtype,
+    ) -> None:
+        rows = qo_indptr, paged_kv_indptr, paged_kv_last_page_len
+        assert causal and q_data_type == kv_data_type and num_qo_heads % num_kv_heads == 0
+        assert all(of.device.type == "cpu" and of.dtype is torch.int32 for of in rows), (
+            "plan arguments on the device would cause a sync"
+        )
+        assert paged_kv_indices.dtype is torch.int32 and len(paged_kv_indices) == paged_kv_indptr[-1]
+        assert (paged_kv_last_page_len >= 1).all() and (paged_kv_last_page_len <= page_size).all()
+        self._plan = (
+            *(of.tolist() for of in rows),
+            paged_kv_indices,
+            num_qo_heads,
+            num_kv_heads,
+            head_dim_qk,
+            page_size,
+        )
+
+    def run(self, q: Tensor, paged_kv_cache: Tensor, *, out: Tensor) -> Tensor:
+        assert self._plan and q.is_contiguous()
+        begins, kv_begins, last_lens, pages, num_heads, num_kv_heads, dim, page_size = self._plan
+        assert q.shape == (begins[-1], num_heads, dim) and paged_kv_cache.shape[1:] == (2, num_kv_heads, page_size, dim)
+        for row, (begin, end) in enumerate(pairwise(begins)):
+            first, last = kv_begins[row], kv_begins[row + 1]
+            num_keys = (last - first - 1) * page_size + last_lens[row]
+            kv_2KLD = paged_kv_cache[pages[first:last].long()].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :num_keys]
+            k_HLD, v_HLD = kv_2KLD.repeat_interleave(num_heads // num_kv_heads, dim=1)
+            at_T = torch.arange(num_keys - (end - begin), num_keys)
+            hidden_TL = torch.arange(num_keys) > at_T[:, None]
+            scores_HTL = (q[begin:end].transpose(0, 1) @ k_HLD.transpose(1, 2)) * dim**-0.5
+            weights_HTL = scores_HTL.masked_fill(hidden_TL, -torch.inf).softmax(dim=-1)
+            out[begin:end] = (weights_HTL @ v_HLD).transpose(0, 1)
+        self._library.num_runs += 1
+        return out

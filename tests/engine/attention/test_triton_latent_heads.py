@@ -19,14 +19,11 @@ from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
 from engine.layers.layers import RMSNorm
 from tests.engine.kernels.launched import launch_kernels
+from tests.engine.steps import random
 from tests.support.grids import pairs, quick
 
 CPU = torch.device("cpu")
 LATENT, ROPE, NOPE, VALUE, HEADS = 24, 8, 12, 10, 3
-
-
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def latent_layout(dtype: str, *, num_layers: int, index_dim: int = 0) -> KVLayout:
@@ -61,12 +58,7 @@ def test_mixed_rows_equal_naive_attention(by: str, most_keys: int, dtype: str, m
     pool.write_latents(0, torch.arange(160), random(160, LATENT + ROPE))
     order = iter(torch.randperm(40, generator=torch.Generator().manual_seed(1)).tolist())
     rows = [
-        Row(
-            token_ids=range(n),
-            start=start,
-            blocks=[next(order) for _ in range(-(-(start + n) // 4))],
-            num_logits=1,
-        )
+        Row(token_ids=range(n), start=start, blocks=[next(order) for _ in range(-(-(start + n) // 4))], num_logits=1)
         for start, n in [(0, 1), (0, 6), (29, 1), (9, 5), (14, 1)]
     ]
     batch = Batch.of(rows, block_size=4)
@@ -112,37 +104,6 @@ def test_kernels_store_the_same_rows_as_torch(
     launch_kernels(monkeypatch)
     heads = KernelLatentHeads(DeviceBatch.of(batch, CPU), pools[1], rotation, scale=1.0)
     torch.testing.assert_close(heads.store(1, q, kept, norm=norm, expansion=expansion, indexed=indexed), expected)
-    check_kept_alike(pools)
-
-
-@pytest.mark.parametrize("index_dim", [0, 21])
-@pytest.mark.parametrize("dtype", ["float32", "int8"])
-@pytest.mark.parametrize("by", ["references", "kernels"])
-def test_step_of_single_queries_equals_naive_attention(
-    by: str, dtype: str, index_dim: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From store to attend without gathering. Queries and rows are views of wider products, as in a layer."""
-    layout = latent_layout(dtype, num_layers=1, index_dim=index_dim)
-    rows = [Row(token_ids=[1], start=n, blocks=blocks, num_logits=1) for n, blocks in ((0, [3]), (6, [7, 2]), (3, [5]))]
-    batch = Batch.of(rows, block_size=4)
-    fused = random(3, HEADS * (NOPE + ROPE) + LATENT + ROPE, seed=5)
-    q, kept = fused.tensor_split((-LATENT - ROPE,), dim=-1)
-    q, norm = torch.unflatten(q, -1, (HEADS, -1)), RMSNorm(random(LATENT, seed=3), 1e-6)
-    expansion = Expansion(random(HEADS, NOPE, LATENT, seed=3) / 5, random(HEADS, VALUE, LATENT, seed=4) / 5)
-    angles = random(3, 1, ROPE // 2, seed=7)
-    rotation = Rotation(angles.cos(), angles.sin(), is_interleaved=True)
-    pools = [KVPool(layout, num_blocks=8, device=CPU) for _ in range(2)]
-    for pool in pools:
-        pool.write_latents(0, torch.arange(32), random(32, LATENT + ROPE + index_dim, seed=6))
-    plain = TorchLatentHeads(batch, pools[0], rotation, scale=0.3)
-    indexed = unchosen(3, index_dim)
-    expected = plain.attend(0, plain.store(0, q, kept, norm=norm, expansion=expansion, indexed=indexed), expansion)
-    if by == "kernels":
-        launch_kernels(monkeypatch)
-    heads = KernelLatentHeads(DeviceBatch.of(batch, CPU), pools[1], rotation, scale=0.3)
-    got = heads.attend(0, heads.store(0, q, kept, norm=norm, expansion=expansion, indexed=indexed), expansion)
-    bound = 1e-5 if dtype == "float32" else 2e-2
-    torch.testing.assert_close(got, expected, atol=bound, rtol=bound)
     check_kept_alike(pools)
 
 

@@ -19,6 +19,7 @@ from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
 from engine.layers.layers import RMSNorm
 from engine.layers.packed_matrix import NEVER, PackedMatrix
+from tests.engine.steps import random_bf16 as random
 from tests.engine.tiny_models import MakeModel, MakeRunner
 
 # T tokens, I input features, O output features, N heads of queries, keys and values, D head_dim, F = D / 2
@@ -50,10 +51,6 @@ class TorchWins(MeasuredWays):
             # Every alternative must be computable.
             compute()
         return TORCH
-
-
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
 def test_measurement_is_shared_by_all_processes(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,7 @@ from engine.attention.layer_attention import Angles, LayerAttention
 from engine.batch.batch import Batch
 from engine.batch.rows import Row
 from engine.cpu import library
-from engine.cpu.library import Kernels, Program, open_kernels
-from engine.cpu.structs import Step
+from engine.cpu.library import Kernels, open_kernels
 from engine.kernels.gated_mul import SILU, GatedActivation
 from engine.kernels.kv_wire import reference_pack_kv, reference_unpack_kv, wire_of
 from engine.kernels.quant.row_quantization import SCALES, as_bytes
@@ -28,13 +27,8 @@ from engine.kv.layout import DTYPES, KVLayout
 from engine.kv.pool import KVPool
 from engine.layers.layers import Before, Linear, RMSNorm, TorchMatrix
 from engine.layers.packed_matrix import PackedMatrix
-from engine.model import cpu_program, transformer
-from engine.model.cpu_program import CompiledHead, can_compile
-from engine.model.decoder_layer import DecoderLayer
-from engine.model.gated_mlp import GatedMLP
-from tests.engine.naive_attention import NaiveHeads
-from tests.engine.steps import prompts
-from tests.engine.tiny_models import MakeModel, MakeRunner
+from engine.model.cpu_program import CompiledHead
+from tests.engine.steps import random_bf16 as random
 from tests.support.disks import FakeDisk
 
 # T tokens, I input features, O output features, N heads of queries, keys and values, D head_dim, F = D / 2
@@ -52,10 +46,6 @@ SHAPES = [
 BLOCK_SIZE, NUM_BLOCKS = 8, 90
 # (start, count): prompts, later chunks and single tokens of very different lengths.
 SPANS = [(0, 1), (0, 9), (29, 1), (13, 6), (4, 1), (0, 40), (199, 1), (16, 4), (3, 1), (30, 1), (31, 1)]
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
 def mean_error(got: Tensor, exact: Tensor) -> float:
@@ -285,69 +275,6 @@ def test_nan_affects_only_its_own_sequence(kernels: Kernels, dtype: str, side: i
     torch.testing.assert_close(got[1:], wanted[1:], atol=0, rtol=0)
 
 
-def varied(kernels: Kernels, layers: list[DecoderLayer]) -> None:
-    """Change layers in all ways in which layers may differ; the last one reads the keys and values of the second."""
-    hidden, narrow, last = layers[0].input_norm.weight.shape[0], 24, len(layers) - 1
-    for i, layer in enumerate(layers):
-        norm = RMSNorm(random(hidden, seed=i).float(), 1e-6)
-        mlp = GatedMLP(layer.mlp.gate_up, layer.mlp.down, GatedActivation("gelu_pytorch_tanh"), norm)
-        attention = replace(layer.attention, soft_cap=3.0, scale=0.4, layer=min(i, last - 1), stores=i < last)
-        qkv = layer.qkv
-        if i == 1:
-            gate_up, down = (random(*shape) / shape[1] ** 0.5 for shape in ((2 * narrow, hidden), (hidden, narrow)))
-            parts = Linear(PackedMatrix.bf16(kernels, gate_up)), PackedMatrix.bf16(kernels, down)
-            mlp = replace(mlp, gate_up=parts[0], down=replace(mlp.down, matrix=parts[1]))
-        if i == last:
-            num_features = layer.output.matrix.num_inputs
-            qkv = Linear(PackedMatrix.bf16(kernels, random(num_features, hidden) / hidden**0.5))
-        layers[i] = replace(layer, attention=attention, qkv=qkv, mlp=mlp, output_norm=norm)
-
-
-@pytest.mark.parametrize(
-    ("family", "weights"),
-    [
-        *((family, weights) for family in ("qwen2", "qwen3", "mistral") for weights in ("auto", "int8")),
-        ("varied", "auto"),
-    ],
-)
-def test_compiled_layers_equal_separate_layers(
-    kernels: Kernels,
-    tiny_model: MakeModel,
-    make_runner: MakeRunner,
-    family: str,
-    weights: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Bit-identical, also when buffers grow; on_layer is called only after the layer's KV is written."""
-    changes = {"sliding_window": 11} if family == "mistral" else {}
-    directory, _ = tiny_model("llama" if family == "varied" else family, **changes)
-    at_once, alone = (make_runner(directory, dtype="bfloat16", weights=weights) for _ in range(2))
-    if family == "varied":
-        for runner in (at_once, alone):
-            varied(kernels, runner._model._layers)
-    pool_layers = [layer.written for layer in at_once._model._layers if layer.written is not None]
-    compiled: list[bool] = []
-    monkeypatch.setattr(transformer, "can_compile", lambda layers: compiled.append(can_compile(layers)) or compiled[-1])
-    tokens = prompts(40)
-    for start, end in ((0, 9), (9, 10), (10, 40)):
-        written_layers: list[int] = []
-
-        def on_layer(layer: int, slot: int = end - 1, written_layers: list[int] = written_layers) -> None:
-            codes = at_once.pool.codes[layer]
-            assert codes[slot // 8, 0, :, slot % 8].any(), "the layer's last key is not written yet"
-            written_layers.append(layer)
-
-        row = Row(token_ids=tokens[0][start:end], start=start, blocks=range(12), num_logits=1)
-        batch = Batch.of([row], block_size=8)
-        got = at_once.forward(batch, on_layer)
-        with monkeypatch.context() as patch:
-            patch.setattr(transformer, "can_compile", lambda layers: False)
-            wanted = alone.forward(batch)
-        torch.testing.assert_close(got, wanted, atol=0, rtol=0)
-        assert written_layers == pool_layers
-    assert compiled == [True]
-
-
 @pytest.mark.parametrize("num_outputs", [48, 33])
 @pytest.mark.parametrize("kind", ["bf16", "int8"])
 def test_compiled_head_equals_its_product(kernels: Kernels, kind: str, num_outputs: int) -> None:
@@ -358,40 +285,6 @@ def test_compiled_head_equals_its_product(kernels: Kernels, kind: str, num_outpu
     for num_rows in (1, 13, 2, 0):
         x_RE = random(num_rows, 40, seed=num_rows)
         torch.testing.assert_close(compiled(x_RE), head(x_RE, before=norm).float(), atol=0, rtol=0)
-
-
-@pytest.mark.parametrize("num_logits", [(1, 0, 1, 3), (0, 0, 0, 0)])
-def test_last_layer_skips_positions_without_logits(
-    kernels: Kernels,
-    tiny_model: MakeModel,
-    make_runner: MakeRunner,
-    num_logits: tuple[int, ...],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Gives the same bits as with all positions, for decode rows beside chunks."""
-    directory, _ = tiny_model("qwen2")
-    some, everything = (make_runner(directory, dtype="bfloat16") for _ in range(2))
-    rows = [
-        Row(token_ids=range(3 * i, 3 * i + count), start=0, blocks=range(7 * i, 7 * i + 7), num_logits=wanted)
-        for i, (count, wanted) in enumerate(zip((40, 50, 1, 7), num_logits, strict=True))
-    ]
-    batch = Batch.of(rows, block_size=8)
-    computed: list[int] = []
-    compute = Program.run
-
-    def note(self: Program, step: Step, **part: int | None) -> None:
-        computed.append(step.tokens)
-        compute(self, step, **part)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(cpu_program.Program, "run", note)
-        got = some.forward(batch)
-    with monkeypatch.context() as patch:
-        patch.setattr(transformer, "can_compile", lambda layers: False)
-        wanted = everything.forward(batch)
-    assert computed[:2] == [98, sum(num_logits)]
-    assert got.shape[0] == sum(num_logits)
-    torch.testing.assert_close(got, wanted, atol=0, rtol=0)
 
 
 def test_without_a_compiler_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -498,3 +391,72 @@ def test_every_e4m3_code_equals_torch(kernels: Kernels) -> None:
 def test_checksum_equals_torch(kernels: Kernels, num_words: int) -> None:
     words = torch.randint(-(2**62), 2**62, (num_words,))
     assert sum_words(kernels, words.view(torch.uint8)) == int((words * (torch.arange(num_words) * 2 + 1)).sum()) % 2**64
+
+
+# T tokens, H query heads, K kv heads, N = H + 2 K or H, D head_dim, L keys
+
+
+@dataclass(frozen=True)
+class NaiveHeads:
+    """Queries, keys and values of a step as they should be stored and attended to."""
+
+    batch: Batch
+    angles: Angles
+    attention: LayerAttention
+    heads_TND: Tensor
+    num_kv: int
+
+    def queries(self) -> Tensor:
+        return self._turned(self._part(0), self.attention.q_norm)
+
+    def keys(self) -> Tensor:
+        return self._turned(self._part(1), self.attention.k_norm)
+
+    def values(self) -> Tensor:
+        return _normed(self._part(2), self.attention.v_norm)
+
+    def attended(self, pool: KVPool) -> Tensor:
+        """Attend to the keys and values that the pool holds: (T, H, D)."""
+        q_THD, parts, token = self.queries(), [], 0
+        for blocks, num_queries, context in zip(
+            self.batch.block_tables, self.batch.query_lens.tolist(), self.batch.context_lens.tolist(), strict=True
+        ):
+            num_blocks = -(-context // pool.layout.block_size)
+            kv_2KLD = pool.read(self.attention.layer, torch.from_numpy(blocks[:num_blocks].copy()), torch.float32)
+            for position in range(context - num_queries, context):
+                parts.append(_attended(q_THD[token], kv_2KLD.double(), position, self.attention))
+                token += 1
+        return torch.stack(parts)
+
+    def _part(self, side: int) -> Tensor:
+        """Return queries (0), keys (1) or values (2)."""
+        num_kv = self.num_kv if self.attention.stores else 0
+        num_q = self.heads_TND.shape[1] - 2 * num_kv
+        return self.heads_TND.double().split((num_q, num_kv, num_kv), dim=1)[side]
+
+    def _turned(self, x_TND: Tensor, norm: RMSNorm | None) -> Tensor:
+        cos_T1F, sin_T1F = (angle.double() for angle in self.angles[self.attention.rope])
+        x_TND, half = _normed(x_TND, norm), cos_T1F.shape[-1]
+        a_TNF, b_TNF, rest = x_TND.split((half, half, x_TND.shape[-1] - 2 * half), dim=-1)
+        return torch.cat((a_TNF * cos_T1F - b_TNF * sin_T1F, b_TNF * cos_T1F + a_TNF * sin_T1F, rest), dim=-1)
+
+
+def _attended(q_HD: Tensor, kv_2KLD: Tensor, position: int, attention: LayerAttention) -> Tensor:
+    seen = range(position + 1)
+    if attention.window:
+        seen = seen[-attention.window :]
+    if attention.chunk:
+        seen = seen[position // attention.chunk * attention.chunk :]
+    k_HLD, v_HLD = kv_2KLD[:, :, seen.start : seen.stop].repeat_interleave(len(q_HD) // kv_2KLD.shape[1], dim=1)
+    scores_HL = attention.scale * torch.einsum("hd,hld->hl", q_HD, k_HLD)
+    if attention.soft_cap:
+        scores_HL = attention.soft_cap * torch.tanh(scores_HL / attention.soft_cap)
+    shares_HL = scores_HL.exp()
+    totals_H = shares_HL.sum(-1) + (0.0 if attention.sinks_H is None else attention.sinks_H.double().exp())
+    return torch.einsum("hl,hld->hd", shares_HL, v_HLD) / totals_H[:, None]
+
+
+def _normed(x_TND: Tensor, norm: RMSNorm | None) -> Tensor:
+    if norm is None:
+        return x_TND
+    return x_TND / (x_TND.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight.double()

@@ -7,6 +7,7 @@ shape. Between them, Recording also forbids copies.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -14,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -113,6 +114,15 @@ def absent_gpu(capability: tuple[int, int], *, disassembles: bool = True) -> Ite
             yield launches
     finally:
         JITFunction.run = run
+
+
+def print_launches(run: Callable[[str, list[Launch]], dict[str, Any] | None], *, disassembles: bool = True) -> None:
+    """Run each case of the command line, and print its launches as JSON, with what `run` returns."""
+    capability = tuple(int(number) for number in sys.argv[1].split("."))
+    for case in sys.argv[2:]:
+        with absent_gpu(capability, disassembles=disassembles) as launches:
+            more = run(case, launches) or {}
+        print(json.dumps({"case": case, "launches": [asdict(launch) for launch in launches]} | more), flush=True)
 
 
 class Recording(TorchDispatchMode):

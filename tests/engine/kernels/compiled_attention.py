@@ -5,15 +5,12 @@ python -m tests.engine.kernels.compiled_attention 9.0 bf16 fp8/gemma2 stores/int
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Mapping
-from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 # ruff: isort: off
-from tests.engine.kernels.absent_gpu import DEVICE, absent_gpu, ints, numbers
+from tests.engine.kernels.absent_gpu import DEVICE, Launch, ints, numbers, print_launches
 
 import torch
 from torch import Tensor
@@ -68,20 +65,16 @@ _ROWS, _CONTEXT, _QUERIES = 64, 8192, 2048
 _DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8, "int4": INT4}
 
 
-def main() -> None:
-    capability = tuple(int(number) for number in sys.argv[1].split("."))
-    for kind in sys.argv[2:]:
-        with absent_gpu(capability) as launches:
-            match kind.split("/"):
-                case ["latents", num_heads, pool]:
-                    attend_latents(_DTYPES[pool], int(num_heads))
-                case ["sparse", num_heads, pool]:
-                    choose_positions(_DTYPES[pool], int(num_heads))
-                case ["stores", pool, family]:
-                    store(_DTYPES[pool], HEADS[family])
-                case [pool, *family]:
-                    attend(_DTYPES[pool], HEADS[family[0] if family else "llama"])
-        print(json.dumps({"case": kind, "launches": [asdict(launch) for launch in launches]}), flush=True)
+def run(case: str, launches: list[Launch]) -> None:
+    match case.split("/"):
+        case ["latents", num_heads, pool]:
+            attend_latents(_DTYPES[pool], int(num_heads))
+        case ["sparse", num_heads, pool]:
+            choose_positions(_DTYPES[pool], int(num_heads))
+        case ["stores", pool, family]:
+            store(_DTYPES[pool], HEADS[family])
+        case [pool, *family]:
+            attend(_DTYPES[pool], HEADS[family[0] if family else "llama"])
 
 
 def attend(pool_dtype: torch.dtype, heads: Heads) -> None:
@@ -115,10 +108,7 @@ def attend(pool_dtype: torch.dtype, heads: Heads) -> None:
         out_THD=torch.empty_like(q),
     )
     tiles = QueryTiles(*(ints(size) for size in (_QUERIES // 64, _QUERIES // 64, _ROWS, _ROWS)))
-    for num_splits in (2,):
-        launch_prefill_attention(
-            q, codes, scales, tiles=tiles, **rows, out_THD=torch.empty_like(q), num_splits=num_splits
-        )
+    launch_prefill_attention(q, codes, scales, tiles=tiles, **rows, out_THD=torch.empty_like(q), num_splits=2)
     if rule.window is None and rule.chunk is None and dim <= MOST_GATHERED_DIM:
         k, v = launch_gather_rows(codes, scales, ints(_CONTEXT // _S), q.dtype)
         dense(q, k, None, v, tiles, WHOLE, rule)
@@ -240,4 +230,4 @@ def dense(
 
 
 if __name__ == "__main__":
-    main()
+    print_launches(run)

@@ -6,13 +6,12 @@ python -m tests.engine.kernels.compiled_handoffs 9.0 bfloat16/fp8_e4m3/1 int8/ra
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
+from typing import Any
 
 # ruff: isort: off
-from tests.engine.kernels.absent_gpu import DEVICE, absent_gpu
+from tests.engine.kernels.absent_gpu import DEVICE, Launch, print_launches
 
 import torch
 
@@ -30,39 +29,25 @@ _DEGREES, _BLOCK_SIZE = (1, 2, 4, 8, 16), 16
 _LAYERS = ((8, 128), (8, 128), (2, 256))
 
 
-def main() -> None:
-    capability = tuple(int(number) for number in sys.argv[1].split("."))
-    without_numbers()
-    for case in sys.argv[2:]:
-        dtype, wire_dtype, degree = case.split("/")
-        layout = KVLayout(
-            model="",
-            num_layers=len(_LAYERS),
-            num_kv_heads=tuple(num_heads for num_heads, _ in _LAYERS),
-            head_dim=tuple(dim for _, dim in _LAYERS),
-            block_size=_BLOCK_SIZE,
-            dtype=dtype,
-            tensor_parallel=int(degree),
-        )
-        with absent_gpu(capability, disassembles=False) as launches:
-            codec, pool = codec_for(layout, wire_dtype), KVPool(layout, num_blocks=8, device=DEVICE)
-            codec.warm_up(DEVICE)
-            warm = len(launches)
-            runs = set(runs_of_heads(layout))
-            for heads in runs:
-                for num_tokens in (51, 64):
-                    hand_over(codec, pool, heads, num_tokens)
-        print(
-            json.dumps(
-                {
-                    "case": case,
-                    "runs": sorted({(heads.start, len(heads)) for run in runs for heads in run if heads}),
-                    "launches": [asdict(launch) for launch in launches],
-                    "late": [launch.name for launch in launches[warm:]],
-                }
-            ),
-            flush=True,
-        )
+def run(case: str, launches: list[Launch]) -> dict[str, Any]:
+    dtype, wire_dtype, degree = case.split("/")
+    layout = KVLayout(
+        model="",
+        num_layers=len(_LAYERS),
+        num_kv_heads=tuple(num_heads for num_heads, _ in _LAYERS),
+        head_dim=tuple(dim for _, dim in _LAYERS),
+        block_size=_BLOCK_SIZE,
+        dtype=dtype,
+        tensor_parallel=int(degree),
+    )
+    codec, pool = codec_for(layout, wire_dtype), KVPool(layout, num_blocks=8, device=DEVICE)
+    codec.warm_up(DEVICE)
+    warm, runs = len(launches), set(runs_of_heads(layout))
+    for heads in runs:
+        for num_tokens in (51, 64):
+            hand_over(codec, pool, heads, num_tokens)
+    every = sorted({(heads.start, len(heads)) for run in runs for heads in run if heads})
+    return {"runs": every, "late": [launch.name for launch in launches[warm:]]}
 
 
 def runs_of_heads(layout: KVLayout) -> Iterator[tuple[range, ...]]:
@@ -83,4 +68,5 @@ def hand_over(codec: Codec, pool: KVPool, heads: tuple[range, ...], num_tokens: 
 
 
 if __name__ == "__main__":
-    main()
+    without_numbers()
+    print_launches(run, disassembles=False)

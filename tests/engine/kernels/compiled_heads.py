@@ -5,21 +5,19 @@ python -m tests.engine.kernels.compiled_heads 9.0 medusa eagle …
 
 from __future__ import annotations
 
-import json
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 # ruff: isort: off
-from tests.engine.kernels.absent_gpu import DEVICE, Launch, absent_gpu
+from tests.engine.kernels.absent_gpu import DEVICE, Launch, print_launches
 from tests.engine.kernels.compiled_steps import FakeCheckpoint, call_again, without_numbers
 
 import numpy as np
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from core.model.draft_heads import HeadsPlace
 from engine.batch.batch import Batch, DeviceTokens
@@ -48,25 +46,17 @@ _WRITERS: dict[str, Callable[[Path], object]] = {
 }
 
 
-def main() -> None:
-    capability = tuple(int(number) for number in sys.argv[1].split("."))
-    without_numbers()
-    runner_module.open_model = lambda directory, config: FakeCheckpoint(open_checkpoint(directory).shapes)
-    open_heads.open_checkpoint = lambda directory: FakeCheckpoint(open_checkpoint(directory).shapes)
-    # Loading inspects values of the checkpoint.
-    FakeTensor.__int__ = lambda tensor: 0
-    for kind in sys.argv[2:]:
-        with tempfile.TemporaryDirectory() as directory:
-            heads_dir, model_dir = Path(directory) / "heads", Path(directory) / "model"
-            heads_dir.mkdir()
+def run(kind: str, launches: list[Launch]) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        heads_dir, model_dir = Path(directory) / "heads", Path(directory) / "model"
+        heads_dir.mkdir()
+        with unset_fake_temporarily():
             _WRITERS[kind](heads_dir)
             if kind.startswith("mtp"):
                 model_dir = heads_dir
             else:
                 random_model(tiny_config("llama")).save_pretrained(model_dir)
-            with absent_gpu(capability) as launches:
-                take_steps(model_dir, "eagle" if kind == "eagle1" else kind.split("/")[0], heads_dir, launches)
-        print(json.dumps({"case": kind, "launches": [asdict(launch) for launch in launches]}), flush=True)
+        take_steps(model_dir, "eagle" if kind == "eagle1" else kind.split("/")[0], heads_dir, launches)
 
 
 def take_steps(model_dir: Path, kind: Any, heads_dir: Path, launches: list[Launch]) -> None:
@@ -111,4 +101,9 @@ def take_steps(model_dir: Path, kind: Any, heads_dir: Path, launches: list[Launc
 
 
 if __name__ == "__main__":
-    main()
+    without_numbers()
+    runner_module.open_model = lambda directory, config: FakeCheckpoint(open_checkpoint(directory).shapes)
+    open_heads.open_checkpoint = lambda directory: FakeCheckpoint(open_checkpoint(directory).shapes)
+    # Loading inspects values of the checkpoint.
+    FakeTensor.__int__ = lambda tensor: 0
+    print_launches(run)

@@ -5,12 +5,10 @@ python -m tests.engine.kernels.compiled_products 9.0 fp8 Q4_K "experts of AWQ" â
 
 from __future__ import annotations
 
-import json
-import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 # ruff: isort: off
-from tests.engine.kernels.absent_gpu import DEVICE, absent_gpu
+from tests.engine.kernels.absent_gpu import DEVICE, Launch, print_launches
 
 import torch
 
@@ -86,24 +84,20 @@ def multiply_by_experts(form: str) -> None:
         launch_expert_product(x, several, choices, experts, len(x), of_each=1)
 
 
-def main() -> None:
-    capability = tuple(int(number) for number in sys.argv[1].split("."))
-    for form in sys.argv[2:]:
-        with absent_gpu(capability) as launches:
-            if form.startswith(_EXPERTS):
-                multiply_by_experts(form.removeprefix(_EXPERTS))
-                matrix = None
-            elif form == "int8 rows":
-                counters = torch.zeros(_P, dtype=torch.int32, device=DEVICE)
-                codes = torch.empty(_O, _I, dtype=torch.int8, device=DEVICE)
-                matrix = Int8Matrix(codes, torch.empty(_O, device=DEVICE), _I, counters)
-            else:
-                matrix = CodedMatrix.whole(panels(form))
-            for count in ROWS if matrix else ():
-                x, residual = (torch.empty(count, width, dtype=torch.bfloat16, device=DEVICE) for width in (_I, _O))
-                assert matrix.multiply(x, residual_TO=residual).shape == (count, _O)
-        print(json.dumps({"form": form, "launches": [asdict(launch) for launch in launches]}), flush=True)
+def run(form: str, launches: list[Launch]) -> None:
+    if form.startswith(_EXPERTS):
+        return multiply_by_experts(form.removeprefix(_EXPERTS))
+    if form == "int8 rows":
+        counters = torch.zeros(_P, dtype=torch.int32, device=DEVICE)
+        codes = torch.empty(_O, _I, dtype=torch.int8, device=DEVICE)
+        matrix = Int8Matrix(codes, torch.empty(_O, device=DEVICE), _I, counters)
+    else:
+        matrix = CodedMatrix.whole(panels(form))
+    for count in ROWS:
+        x, residual = (torch.empty(count, width, dtype=torch.bfloat16, device=DEVICE) for width in (_I, _O))
+        assert matrix.multiply(x, residual_TO=residual).shape == (count, _O)
+    return None
 
 
 if __name__ == "__main__":
-    main()
+    print_launches(run)

@@ -6,18 +6,17 @@ python -m tests.engine.kernels.compiled_steps 9.0 llama/auto qwen3_moe/int8 …
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 # ruff: isort: off
-from tests.engine.kernels.absent_gpu import DEVICE, Launch, Recording, absent_gpu
+from tests.engine.kernels.absent_gpu import DEVICE, Launch, Recording, print_launches
 
 import numpy as np
 import torch
@@ -35,12 +34,9 @@ from engine.batch.rows import Row
 from engine.attention import triton_heads
 from engine.model.transformer import expected_tensors
 from engine.config import GIB, EngineConfig
-from engine.kv.checksum import launch_word_sum
 from engine.runner.runner import ModelRunner
 from engine.sampling.sampler import sample
 from engine.sampling.params import SamplingRow
-from kvtransfer.transfer.codec import codec_for, slots_of
-from kvtransfer.protocol.frames import Segment
 # ruff: isort: on
 
 NUM_BLOCKS, BLOCK_SIZE, MAX_RUNNING = 20000, 16, 64
@@ -53,24 +49,18 @@ COMMON = {
     "max_position_embeddings": 32768,
     "rms_norm_eps": 1e-6,
     "rope_theta": 1e6,
-    "tie_word_embeddings": False,
-    "hidden_act": "silu",
 }
 CONFIGS: dict[str, dict[str, Any]] = {
     # 3 8B
     "llama": {
-        **COMMON,
         "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
         "hidden_size": 4096,
         "intermediate_size": 14336,
         "num_key_value_heads": 8,
     },
     # 30B-A3B
     "qwen3_moe": {
-        **COMMON,
         "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
         "hidden_size": 2048,
         "intermediate_size": 6144,
         "num_key_value_heads": 4,
@@ -78,14 +68,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 8,
         "moe_intermediate_size": 768,
         "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
     },
     # 80B-A3B
     "qwen3_next": {
-        **COMMON,
         "architectures": ["Qwen3NextForCausalLM"],
-        "model_type": "qwen3_next",
         "hidden_size": 2048,
         "intermediate_size": 5120,
         "num_attention_heads": 16,
@@ -97,20 +83,28 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "linear_num_value_heads": 32,
         "linear_key_head_dim": 128,
         "linear_value_head_dim": 128,
-        "linear_conv_kernel_dim": 4,
         "num_experts": 512,
         "num_experts_per_tok": 10,
         "moe_intermediate_size": 512,
         "shared_expert_intermediate_size": 512,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
+    },
+    # 3 Nano 30B-A3B
+    "nemotron_h": {
+        "architectures": ["NemotronHForCausalLM"],
+        "hidden_size": 2688,
+        "intermediate_size": 1856,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 3,
+        "layers_block_type": ["mamba", "attention", "mlp"],
+        "mamba_num_heads": 64,
+        "mamba_head_dim": 64,
+        "n_groups": 8,
+        "ssm_state_size": 128,
+        "conv_kernel": 4,
     },
     # Lite
     "deepseek_v2": {
-        **COMMON,
         "architectures": ["DeepseekV2ForCausalLM"],
-        "model_type": "deepseek_v2",
         "hidden_size": 2048,
         "intermediate_size": 10944,
         "num_attention_heads": 16,
@@ -126,28 +120,27 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 6,
         "moe_intermediate_size": 1408,
         "first_k_dense_replace": 1,
-        "moe_layer_freq": 1,
-        "norm_topk_prob": False,
         "n_group": 1,
         "topk_group": 1,
         "topk_method": "greedy",
-        "scoring_func": "softmax",
-        "routed_scaling_factor": 1.0,
     },
 }
-# One of eight ranks.
-CONFIGS["deepseek_v32"] = CONFIGS["deepseek_v2"] | {
-    "architectures": ["DeepseekV32ForCausalLM"],
-    "model_type": "deepseek_v32",
+CONFIGS["deepseek_v3"] = CONFIGS["deepseek_v2"] | {
+    "architectures": ["DeepseekV3ForCausalLM"],
     "q_lora_rank": 1536,
     "n_group": 8,
     "topk_group": 4,
     "topk_method": "noaux_tc",
     "scoring_func": "sigmoid",
+}
+# One of eight ranks.
+CONFIGS["deepseek_v32"] = CONFIGS["deepseek_v3"] | {
+    "architectures": ["DeepseekV32ForCausalLM"],
     "index_n_heads": 64,
     "index_head_dim": 128,
     "index_topk": 2048,
 }
+CONFIGS = {family: COMMON | {"model_type": family} | config for family, config in CONFIGS.items()}
 
 
 class FakeCheckpoint:
@@ -204,18 +197,11 @@ class AbsentGauge:
         return 0
 
 
-def main() -> None:
-    capability = tuple(int(number) for number in sys.argv[1].split("."))
-    without_numbers()
-    runner.open_model = lambda directory, config: FakeCheckpoint.of(directory)
-    model_config.fingerprint = lambda model_dir, **context: "without numbers"
-    for case in sys.argv[2:]:
-        family, pool_dtype = case.split("/")
-        with tempfile.TemporaryDirectory() as directory:
-            (Path(directory) / "config.json").write_text(json.dumps(CONFIGS[family]))
-            with absent_gpu(capability) as launches:
-                take_steps(Path(directory), pool_dtype, launches)
-        print(json.dumps({"case": case, "launches": [asdict(launch) for launch in launches]}), flush=True)
+def run(case: str, launches: list[Launch]) -> None:
+    family, pool_dtype = case.split("/")
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "config.json").write_text(json.dumps(CONFIGS[family]))
+        take_steps(Path(directory), pool_dtype, launches)
 
 
 def without_numbers() -> None:
@@ -228,7 +214,7 @@ def without_numbers() -> None:
 
 
 def take_steps(model_dir: Path, pool_dtype: str, launches: list[Launch]) -> None:
-    """Run every kind of step of a replica of either role, and transfer a block over the wire."""
+    """Run every kind of step of a replica of either role."""
     config = EngineConfig(
         model_dir=model_dir,
         pool_dtype=pool_dtype,
@@ -273,8 +259,6 @@ def take_steps(model_dir: Path, pool_dtype: str, launches: list[Launch]) -> None
             replaying.forward(replace(batch, device_tokens=device_tokens), **options)
     assert written_layers == list(range(layout.num_layers))
     assert len(launches) == warm, f"kernels compiled after the warm-up: {[launch.name for launch in launches[warm:]]}"
-    for wire_dtype in ("raw", "fp8_e4m3", "int8", *(("int4",) if layout.num_sides == 2 else ())):
-        ship(replaying, wire_dtype, launches)
 
 
 def call_again(step: Callable[[], None]) -> Callable[[], None]:
@@ -321,27 +305,8 @@ def numbers_awaited() -> Iterator[list[Sequence[int]]]:
         FakeTensor.tolist = original
 
 
-def ship(replica: ModelRunner, wire_dtype: str, launches: list[Launch]) -> None:
-    """Pack and unpack positions of some layers, for all heads and for some of them. All kernels must be compiled."""
-    layout, pool = replica.layout, replica.pool
-    codec, num_heads = codec_for(layout, wire_dtype), layout.heads[0].num_heads
-    codec.warm_up(DEVICE)
-    warm = len(launches)
-    for first_head, num_tokens in ((0, 51), (0, 64), (num_heads // 2, 51)):
-        segment = Segment(
-            first_layer=0,
-            num_layers=min(2, layout.num_layers),
-            first_token=7,
-            num_tokens=num_tokens,
-        )
-        heads = [range(first_head, max(first_head + 1, num_heads))] * layout.num_layers
-        slots = slots_of(pool, range(10), 6, num_tokens + 1)[1:]
-        payload = torch.empty(codec.num_bytes(segment, heads), dtype=torch.uint8, device=DEVICE)
-        codec.pack(pool, segment, heads, slots, payload)
-        launch_word_sum(payload)
-        codec.unpack(payload, pool, segment, heads, slots)
-        assert len(launches) == warm, f"kernels compiled after the warm-up: {launches[warm:]}"
-
-
 if __name__ == "__main__":
-    main()
+    without_numbers()
+    runner.open_model = lambda directory, config: FakeCheckpoint.of(directory)
+    model_config.fingerprint = lambda model_dir, **context: "without numbers"
+    print_launches(run)

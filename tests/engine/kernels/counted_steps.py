@@ -2,19 +2,19 @@
 
 Fails if the step copies from or to the host, or depends on values on the device.
 
-python -m tests.engine.kernels.counted_steps large/qwen3_moe "qwen2, some layers slide" …
+python -m tests.engine.kernels.counted_steps 9.0 large/qwen3_moe "qwen2, some layers slide" …
 """
 
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 # ruff: isort: off
-from tests.engine.kernels.absent_gpu import DEVICE, Recording, absent_gpu
+from tests.engine.kernels.absent_gpu import DEVICE, Launch, Recording, print_launches
 from tests.engine.kernels.compiled_steps import CONFIGS, NUM_BLOCKS, FakeCheckpoint
 
 import torch
@@ -34,31 +34,19 @@ from tests.engine.tiny_models import tiny_config
 
 ROWS = 64
 LAYERS = {"num_hidden_layers": 4}
-DEEPSEEK_V3 = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "model_type": "deepseek_v3",
-    "q_lora_rank": 1536,
-    "n_group": 8,
-    "topk_group": 4,
-    "topk_method": "noaux_tc",
-    "scoring_func": "sigmoid",
-}
-LARGE = CONFIGS | {"deepseek_v3": CONFIGS["deepseek_v2"] | DEEPSEEK_V3}
 
 
-def main() -> None:
-    model_config.fingerprint = lambda model_dir, **context: "without numbers"
-    for family in sys.argv[1:]:
-        with tempfile.TemporaryDirectory() as directory:
-            write_config(family, Path(directory))
-            print(json.dumps({"family": family, "layers": layers(Path(directory))}), flush=True)
+def run(family: str, launches: list[Launch]) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as directory:
+        write_config(family, Path(directory))
+        return {"layers": layers(Path(directory))}
 
 
 def write_config(family: str, model_dir: Path) -> None:
     """Write the config of a large model, or of a tiny one of any family."""
     size, _, name = family.rpartition("/")
     if size == "large":
-        (model_dir / "config.json").write_text(json.dumps(LARGE[name] | LAYERS))
+        (model_dir / "config.json").write_text(json.dumps(CONFIGS[name] | LAYERS))
     else:
         architecture, changes = FAMILIES[family]
         tiny_config(architecture, **changes).save_pretrained(model_dir)
@@ -71,7 +59,7 @@ def layers(model_dir: Path) -> list[list[str]]:
     """
     launched: list[str] = []
     stored: list[int] = []
-    with absent_gpu((9, 0)), torch.inference_mode():
+    with torch.inference_mode():
         JITFunction.run = lambda self, *arguments, **options: launched.append(self.__name__)
         config = EngineConfig(model_dir=model_dir, dtype="bfloat16", num_blocks=NUM_BLOCKS, device=str(DEVICE))
         runner = ModelRunner(config, checkpoint=FakeCheckpoint.of(model_dir))
@@ -99,4 +87,5 @@ def states_of(pool: KVPool) -> StepStates | None:
 
 
 if __name__ == "__main__":
-    main()
+    model_config.fingerprint = lambda model_dir, **context: "without numbers"
+    print_launches(run)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from functools import partial
 from itertools import cycle, product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,14 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.kernels.attention.attention_rule import AttentionRule
-from engine.kernels.attention.decode_attention import (
-    launch_decode_attention,
-)
-from engine.kernels.attention.dense_prefill import (
-    Carry,
-    Slice,
-    launch_dense_prefill_attention,
-)
+from engine.kernels.attention.decode_attention import launch_decode_attention
+from engine.kernels.attention.dense_prefill import Carry, Slice, launch_dense_prefill_attention
 from engine.kernels.attention.gather_rows import launch_gather_rows
 from engine.kernels.attention.kv_splits import KEYS, share_out
 from engine.kernels.attention.prefill_attention import launch_prefill_attention
@@ -31,7 +26,6 @@ from tests.support.attention_references import (
     reference_dense_prefill_attention,
     reference_gather_rows,
     reference_prefill_attention,
-    reference_row,
 )
 from tests.support.grids import pairs, quick
 
@@ -80,31 +74,21 @@ def seen_of(rule: AttentionRule) -> dict[str, int | None]:
     return {"window": rule.window, "chunk": rule.chunk}
 
 
-@pytest.mark.parametrize("changes", [{}, {"window": 3, "has_sinks": True}, {"chunk": 4, "soft_cap": 2.0}])
-def test_reference_equals_loops(changes: dict) -> None:
-    """Every query, head and key on its own, as in the definition."""
-    q, (k, v) = random(5, 4, 8) * 3, random(2, 2, 11, 8, seed=1)
-    rule = rule_of(changes, 4, 8)
-    out = reference_row(q, torch.stack((k, v)), rule)
-    for query, head in product(range(5), range(4)):
-        position, shared = 6 + query, head // 2
-        scores = [0.0 if rule.sinks_H is None else math.exp(rule.sinks_H[head])]
-        expected = torch.zeros(8, device=DEVICE)
-        for key in range(position + 1):
-            if key <= position - (rule.window or 99) or key // (rule.chunk or 99) != position // (rule.chunk or 99):
-                continue
-            score = float(q[query, head] @ k[shared, key]) * rule.scale
-            score = rule.soft_cap * math.tanh(score / rule.soft_cap) if rule.soft_cap else score
-            scores.append(math.exp(score))
-            expected += scores[-1] * v[shared, key]
-        torch.testing.assert_close(out[query, head], expected / sum(scores), atol=1e-5, rtol=1e-4)
-
-
 def _singles(tokens_U: torch.Tensor, tables_UB: torch.Tensor, contexts_U: torch.Tensor, *, longest: int) -> QueryGroups:
     """Return groups of one query each."""
     seats_N = torch.arange(len(tokens_U), dtype=torch.int32, device=DEVICE)
     numbers = (tokens_U, torch.ones_like(seats_N), tables_UB, contexts_U, tokens_U, seats_N)
     return QueryGroups.of(numbers, most=1, longest=longest)
+
+
+def outputs(
+    launch: Callable[..., object], reference: Callable[..., object], q: torch.Tensor, *kv: Any, **case: Any
+) -> list[torch.Tensor]:
+    """Return the outputs of a kernel and of its reference; tokens of other rows stay 7."""
+    outs = [torch.full_like(q, 7.0) for _ in range(2)]
+    for attend, out in zip((launch, reference), outs, strict=True):
+        attend(q, *kv, **case, out_THD=out)
+    return outs
 
 
 def tables_for(contexts: list[int], block_size: int) -> torch.Tensor:
@@ -131,17 +115,16 @@ def test_decode_equals_reference(case: tuple, num_programs: int) -> None:
     contexts_R = torch.tensor(contexts, dtype=torch.int32, device=DEVICE)
     codes, scales = random_pool(400 // block_size + 4, num_kv_heads, block_size, dim, dtype=QUANTIZED.get(kind, dtype))
     q = random(8, num_heads, dim, dtype=dtype)
-    outs = [torch.full_like(q, 7.0) for _ in range(2)]
-    for attend, out in zip((launch_decode_attention, reference_decode_attention), outs, strict=True):
-        attend(
-            q,
-            codes,
-            scales,
-            query_groups=_singles(torch.tensor([6, 0, 2], device=DEVICE), tables, contexts_R, longest=330),
-            rule=rule,
-            splits=share_out(contexts_R, **seen_of(rule), num_programs=num_programs),
-            out_THD=out,
-        )
+    outs = outputs(
+        launch_decode_attention,
+        reference_decode_attention,
+        q,
+        codes,
+        scales,
+        query_groups=_singles(torch.tensor([6, 0, 2], device=DEVICE), tables, contexts_R, longest=330),
+        rule=rule,
+        splits=share_out(contexts_R, **seen_of(rule), num_programs=num_programs),
+    )
     # With codes, values are three times as large.
     tolerance = TOLERANCE[dtype] * (3 if kind else 1)
     torch.testing.assert_close(outs[0], outs[1], atol=tolerance, rtol=tolerance)
@@ -178,17 +161,9 @@ def test_query_groups_equal_reference(case: tuple) -> None:
     query_groups = QueryGroups(
         firsts_U, counts_U, torch.cat([tables, tables[:1]]), contexts_U, tokens_N, seats_N, most=most, longest=330
     )
-    outs = [torch.full_like(q, 7.0) for _ in range(2)]
-    for attend, out in zip((launch_decode_attention, reference_decode_attention), outs, strict=True):
-        attend(
-            q,
-            codes,
-            scales,
-            query_groups=query_groups,
-            rule=rule,
-            splits=share_out(contexts_U, **seen_of(rule), most=most, num_programs=3),
-            out_THD=out,
-        )
+    splits = share_out(contexts_U, **seen_of(rule), most=most, num_programs=3)
+    case = {"query_groups": query_groups, "rule": rule, "splits": splits}
+    outs = outputs(launch_decode_attention, reference_decode_attention, q, codes, scales, **case)
     tolerance = TOLERANCE[dtype] * (3 if kind else 1)
     torch.testing.assert_close(outs[0], outs[1], atol=tolerance, rtol=tolerance)
     assert (outs[0][[0, 1, 3, 18]] == 7.0).all(), "tokens of other rows were written"
@@ -211,17 +186,10 @@ def test_keys_start_at_the_first_query_of_a_group(most: int, changes: dict) -> N
     tokens = torch.arange(2 * most, dtype=torch.int32, device=DEVICE)
     tables = tables_for(contexts.tolist(), 16)
     of_query_groups = (tokens[::most].contiguous(), counts, tables, contexts, tokens, tokens)
-    outs = [torch.full_like(q, 7.0) for _ in range(2)]
-    for attend, out in zip((launch_decode_attention, reference_decode_attention), outs, strict=True):
-        attend(
-            q,
-            codes,
-            None,
-            query_groups=QueryGroups.of(of_query_groups, most=most, longest=int(contexts.max())),
-            rule=rule,
-            splits=share_out(contexts, **seen_of(rule), most=most, num_programs=2),
-            out_THD=out,
-        )
+    query_groups = QueryGroups.of(of_query_groups, most=most, longest=int(contexts.max()))
+    splits = share_out(contexts, **seen_of(rule), most=most, num_programs=2)
+    case = {"query_groups": query_groups, "rule": rule, "splits": splits}
+    outs = outputs(launch_decode_attention, reference_decode_attention, q, codes, None, **case)
     torch.testing.assert_close(outs[0], outs[1], atol=1e-5, rtol=1e-5)
 
 
@@ -247,24 +215,19 @@ def test_groups_contain_each_query_once(rows: list[tuple[int, int]], most: int) 
 def test_row_without_keys_gets_zeros() -> None:
     """Such rows pad the batch of a captured graph."""
     codes, _ = random_pool(2, 2, 8, 64, dtype=torch.float32)
-    q = random(2, 4, 64)
-    out = torch.full_like(q, 7.0)
+    tokens, tables = torch.tensor([0, 1], device=DEVICE), torch.zeros(2, 1, dtype=torch.int32, device=DEVICE)
     contexts = torch.tensor([0, 5], dtype=torch.int32, device=DEVICE)
-    launch_decode_attention(
-        q,
+    out, expected = outputs(
+        launch_decode_attention,
+        reference_decode_attention,
+        random(2, 4, 64),
         codes,
         None,
-        query_groups=_singles(
-            torch.tensor([0, 1], device=DEVICE),
-            torch.zeros(2, 1, dtype=torch.int32, device=DEVICE),
-            contexts,
-            longest=5,
-        ),
+        query_groups=_singles(tokens, tables, contexts, longest=5),
         rule=AttentionRule(scale=0.1),
         splits=share_out(contexts, num_programs=2),
-        out_THD=out,
     )
-    assert not out[0].any() and out[1].all()
+    assert not out[0].any() and not expected[0].any() and out[1].all()
 
 
 @pytest.mark.parametrize("num_programs", [1, 7, 300])
@@ -296,22 +259,17 @@ def test_values_of_any_size_keep_their_weight(kind: str) -> None:
     q = random(1, 2, 64) * 2.0**18
     scales[:, 0] *= 2.0**-20
     contexts = torch.tensor([160], dtype=torch.int32, device=DEVICE)
-    outs = [torch.empty_like(q, dtype=torch.bfloat16) for _ in range(2)]
-    for attend, out in zip((launch_decode_attention, reference_decode_attention), outs, strict=True):
-        attend(
-            q.to(torch.bfloat16),
-            codes,
-            scales,
-            query_groups=_singles(
-                torch.tensor([0], device=DEVICE),
-                torch.arange(10, dtype=torch.int32, device=DEVICE).view(1, -1),
-                contexts,
-                longest=160,
-            ),
-            rule=AttentionRule(scale=0.1),
-            splits=share_out(contexts, num_programs=2),
-            out_THD=out,
-        )
+    tables = torch.arange(10, dtype=torch.int32, device=DEVICE).view(1, -1)
+    outs = outputs(
+        launch_decode_attention,
+        reference_decode_attention,
+        q.to(torch.bfloat16),
+        codes,
+        scales,
+        query_groups=_singles(torch.tensor([0], device=DEVICE), tables, contexts, longest=160),
+        rule=AttentionRule(scale=0.1),
+        splits=share_out(contexts, num_programs=2),
+    )
     assert outs[1].abs().max() > 1e6
     torch.testing.assert_close(outs[0], outs[1], atol=2e-2 * outs[1].abs().max().item(), rtol=2e-2)
 
@@ -352,19 +310,17 @@ def test_prefill_equals_reference(case: tuple, num_splits: int, codes_at_once: i
     tables = tables_for(contexts, block_size)
     codes, scales = random_pool(220 // block_size + 4, num_kv_heads, block_size, dim, dtype=QUANTIZED.get(kind, dtype))
     q = random(180, num_heads, dim, dtype=dtype)
-    outs = [torch.full_like(q, 7.0) for _ in range(2)]
-    launch = partial(launch_prefill_attention, num_splits=num_splits, codes_at_once=codes_at_once)
-    for attend, out in zip((launch, reference_prefill_attention), outs, strict=True):
-        attend(
-            q,
-            codes,
-            scales,
-            tiles=QueryTiles.of(begins, np.array(lengths), np.array(contexts), DEVICE),
-            tables_RB=tables,
-            contexts_R=torch.tensor(contexts, dtype=torch.int32, device=DEVICE),
-            rule=rule,
-            out_THD=out,
-        )
+    outs = outputs(
+        partial(launch_prefill_attention, num_splits=num_splits, codes_at_once=codes_at_once),
+        reference_prefill_attention,
+        q,
+        codes,
+        scales,
+        tiles=QueryTiles.of(begins, np.array(lengths), np.array(contexts), DEVICE),
+        tables_RB=tables,
+        contexts_R=torch.tensor(contexts, dtype=torch.int32, device=DEVICE),
+        rule=rule,
+    )
     tolerance = TOLERANCE[dtype] * (3 if kind else 1)
     torch.testing.assert_close(outs[0], outs[1], atol=tolerance, rtol=tolerance)
     assert (outs[0][[0, 176, 177]] == 7.0).all(), "tokens of other rows were written"

@@ -21,7 +21,7 @@ triton = pytest.importorskip("triton")
 
 _ROOT = Path(__file__).parents[3]
 # Per program, from the CUDA programming guide's table of compute capabilities.
-_SHARED_KIB = {"9.0": 227, "8.0": 163, "10.0": 227}
+SHARED_KIB = {"9.0": 227, "8.0": 163, "10.0": 227}
 # A few spilled registers outside of loops are acceptable.
 _STACK_BYTES = 80
 _PRODUCTS = {"9.0": "wgmma.mma_async", "8.0": "mma.sync"}
@@ -48,7 +48,7 @@ def check(capability: str, *cases: str, program: str = "compiled_steps") -> None
     for launch in launches(capability, *cases, program=program):
         place = f"{launch['case']}: {launch['name']}{launch['grid']}"
         assert launch["stack_bytes"] <= _STACK_BYTES, f"{place} spills {launch['stack_bytes']} bytes per thread"
-        assert launch["shared_bytes"] <= _SHARED_KIB[capability] << 10, place
+        assert launch["shared_bytes"] <= SHARED_KIB[capability] << 10, place
         if launch["name"] in _WIDE:
             assert _PRODUCTS[capability] in launch["ptx"], f"{place} multiplies without {_PRODUCTS[capability]}"
 
@@ -232,7 +232,7 @@ def test_latent_attention_of_128_heads_does_not_regress(kind: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("case", ["qwen3_moe/int8", "qwen3_next/auto", "deepseek_v32/fp8_e4m3"])
+@pytest.mark.parametrize("case", ["qwen3_moe/int8", "deepseek_v32/fp8_e4m3"])
 def test_steps_fit_the_gpu(case: str) -> None:
     check("9.0", case)
 
@@ -260,9 +260,9 @@ def test_draft_heads_fit_the_gpu(kind: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("capability", _PRODUCTS)
-@pytest.mark.parametrize("case", ["qwen3_next", "nemotron_h"])
+@pytest.mark.parametrize("case", ["qwen3_next/auto", "nemotron_h/auto"])
 def test_recurrent_layers_fit_the_gpu(capability: str, case: str) -> None:
-    check(capability, case, program="compiled_recurrent")
+    check(capability, case)
 
 
 _HANDOFFS = ("bfloat16/fp8_e4m3/1", "bfloat16/raw/1", "bfloat16/int8/2", "bfloat16/int4/2")

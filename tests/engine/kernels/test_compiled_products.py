@@ -6,25 +6,16 @@ next loop iteration starts, whose operand registers would be reused.
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.engine.kernels.test_compiled import resident_warps
+from tests.engine.kernels.test_compiled import SHARED_KIB, launches, resident_warps
 
 triton = pytest.importorskip("triton")
 
-_ROOT = Path(__file__).parents[3]
-# Per program.
-_SHARED_KIB = {"9.0": 227, "8.0": 163, "10.0": 227}
 _IS_PINNED = triton.__version__ == "3.9.0"
-_DEVICES = tuple(_SHARED_KIB)
+_DEVICES = tuple(SHARED_KIB)
 _STACK_BYTES = {"9.0": 0, "8.0": 0 if _IS_PINNED else 8, "10.0": 0 if _IS_PINNED else 8}
 # Instructions of the longest loop over weights, counted with the pinned Triton on these devices. Those of Q6_K for
 # hundreds of rows on sm_100 were a trap, without a loop, until 2026-11-27.
@@ -53,23 +44,14 @@ _FILL_A_PROCESSOR = {"MXFP8", "int8 zeros", "NVFP4", "MXFP4", "NF4", "int4 chann
 _MORE = 1.1 if _IS_PINNED else 1.5
 
 
-def launches(form: str, capability: str) -> list[dict[str, Any]]:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    program = [sys.executable, "-m", "tests.engine.kernels.compiled_products", capability, form]
-    done = subprocess.run(program, cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    found: list[dict[str, Any]] = json.loads(done.stdout)["launches"]
-    return found
-
-
 def check(form: str, capability: str) -> None:
-    found = launches(form, capability)
+    found = launches(capability, form, program="compiled_products")
     assert len(found) >= 4
     for launch in found:
         place = f"{form}: {launch['name']}{launch['grid']} on {capability}"
         most = _STACK_BYTES[capability]
         assert launch["stack_bytes"] <= most, f"{place} spills {launch['stack_bytes']} bytes per thread"
-        assert launch["shared_bytes"] <= _SHARED_KIB[capability] << 10, place
+        assert launch["shared_bytes"] <= SHARED_KIB[capability] << 10, place
         assert launch["tensor_columns"] <= 512, f"{place} needs {launch['tensor_columns']} columns of tensor memory"
         if launch["name"] == "_product" and form in _FILL_A_PROCESSOR:
             assert resident_warps(launch, capability) >= 8, f"{place}: one program per processor"
@@ -126,12 +108,12 @@ def test_every_format_fits_every_gpu(form: str, capability: str) -> None:
 @pytest.mark.parametrize("capability", _DEVICES)
 @pytest.mark.parametrize("form", [form for form in _INSTRUCTIONS if form not in ("int8 rows", "Q8_0", "Q4_1")])
 def test_expert_products_fit_every_gpu(form: str, capability: str) -> None:
-    found = launches(f"experts of {form}", capability)
+    found = launches(capability, f"experts of {form}", program="compiled_products")
     assert len(found) >= 2
     for launch in found:
         place = f"{form}: {launch['grid']} on {capability}"
         assert launch["tensor_columns"] <= 512, place
-        assert launch["shared_bytes"] <= _SHARED_KIB[capability] << 10, place
+        assert launch["shared_bytes"] <= SHARED_KIB[capability] << 10, place
         assert not any(loop["spills"] for loop in launch["loops"]), place
         assert capability != "9.0" or not turns_with_products_under_way(launch["ptx"]), place
         # Outside of the loop, with Triton 3.6.

@@ -7,12 +7,7 @@ import torch
 
 from engine.kernels.attention.rotary import launch_rotate, reference_rotate
 from engine.kernels.gated_mul import SILU, GatedActivation, Kind, launch_gated_mul, reference_gated_mul
-from engine.kernels.rms_norm import (
-    launch_add_rms_norm,
-    launch_rms_norm,
-    reference_add_rms_norm,
-    reference_rms_norm,
-)
+from engine.kernels.rms_norm import launch_add_rms_norm, launch_rms_norm, reference_add_rms_norm, reference_rms_norm
 from tests.engine.kernels.pools import DEVICE, DTYPES, random
 
 pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []

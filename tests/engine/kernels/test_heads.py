@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -55,12 +52,7 @@ LAUNCHED = [(1, "fp8_e4m3", *STEPS[2]), (2, "int8", *STEPS[3])]
     ),
 )
 def test_mixed_step_equals_torch(
-    layer: int,
-    dtype: str,
-    is_launched: bool,
-    is_gathered: bool,
-    most_queries: int,
-    monkeypatch: pytest.MonkeyPatch,
+    layer: int, dtype: str, is_launched: bool, is_gathered: bool, most_queries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two prompts, one of them a chunk as short as a few query groups, with two single tokens between them."""
     for name in ("MIN_QUERIES", "MIN_QUERIES_OF_CODES") if is_gathered else ():
@@ -98,59 +90,6 @@ def test_mixed_step_equals_torch(
     assert triton_heads.is_worth_gathering(on_device.prompts, pools[1], fused.dtype) == is_gathered
     got = attended(KernelHeads(on_device, pools[1], rotations))
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
-
-
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="test_whole_models.py replays CUDA graphs")
-def test_recorded_launches_attend_to_other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launches recorded with padding rows, as in a CUDA graph, compute rows that come later."""
-    interpreter = pytest.importorskip("triton.runtime.interpreter")
-    layout = KVLayout(model="m", num_layers=4, num_kv_heads=2, head_dim=32, block_size=8, dtype="float32")
-    rows = [Row([0], start=start, blocks=blocks, num_logits=1) for start, blocks in ((22, [3, 1, 7]), (11, [5, 0]))]
-    batch, fused, angles = Batch.of(rows, block_size=8), random(2, 8, 32), random(2, 1, 16, seed=4)
-    rotations, sinks = [(angles.cos(), angles.sin())], random(4, seed=9)
-    several: list[dict[str, Any]] = [
-        {"window": 9, "sinks_H": sinks},
-        {"window": 15},
-        {"chunk": 10, "soft_cap": 2.0},
-        {},
-    ]
-    layers = [LayerAttention(layer=layer, scale=0.2, **changes) for layer, changes in enumerate(several)]
-
-    def attended(heads: Heads, fused_TND: torch.Tensor) -> list[torch.Tensor]:
-        return [heads.attend(layer, heads.store(layer, fused_TND)) for layer in layers]
-
-    pools = [KVPool(layout, num_blocks=9, device=DEVICE) for _ in range(2)]
-    for pool, layer in product(pools, range(4)):
-        pool.write(layer, torch.arange(72), *random(2, 72, 2, 32, seed=layer))
-    expected = attended(TorchHeads(batch, pools[0], rotations), fused.clone())
-    launch_kernels(monkeypatch)
-    real = DeviceBatch.of(batch, DEVICE)
-    groups = real.query_groups
-    assert groups is not None
-    padding = replace(
-        groups, contexts_U=torch.zeros_like(groups.contexts_U), tables_UB=torch.zeros_like(groups.tables_UB)
-    )
-    static = replace(real, slots_T=torch.full_like(real.slots_T, -1), query_groups=padding)
-    launches, run = list[Callable[[], object]](), interpreter.InterpretedFunction.run
-
-    def record(kernel: Any, *arguments: Any, **options: Any) -> None:
-        launches.append(partial(run, kernel, *arguments, **options))
-        launches[-1]()
-
-    monkeypatch.setattr(interpreter.InterpretedFunction, "run", record)
-    heads_TND = torch.zeros_like(fused)
-    found = attended(KernelHeads(static, pools[1], rotations), heads_TND)
-    assert not any(out.any() for out in found)
-    for target, source in (
-        (heads_TND, fused),
-        (static.slots_T, real.slots_T),
-        (padding.contexts_U, groups.contexts_U),
-        (padding.tables_UB, groups.tables_UB),
-    ):
-        target.copy_(source)
-    for launch in launches:
-        launch()
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
 def test_few_queries_over_many_keys_do_not_gather() -> None:

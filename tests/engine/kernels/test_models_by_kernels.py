@@ -22,14 +22,7 @@ from tests.engine.kernels.launched import launch_kernels
 from tests.engine.kernels.pools import DEVICE
 from tests.engine.model.test_models import FAMILIES as EVERY_FAMILY
 from tests.engine.steps import as_on_gpu, prompts
-from tests.engine.tiny_models import (
-    DEEPSEEK_V2,
-    DEEPSEEK_V3,
-    DEEPSEEK_V32,
-    NEMOTRON_H_MOE,
-    MakeModel,
-    reference_logits,
-)
+from tests.engine.tiny_models import DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, NEMOTRON_H_MOE, MakeModel, reference_logits
 from tests.support.grids import quick
 
 pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="test_whole_models.py covers GPUs")
@@ -65,7 +58,7 @@ def test_tokens_equal_transformers(family: str, tiny_model: MakeModel, monkeypat
 @pytest.mark.parametrize(
     "family",
     [
-        *("gemma2", "gemma4", "gemma4, experts", "gpt_oss", "minimax_m2", "llama4", "mistral4"),
+        *("gemma2", "gemma4", "gemma4, experts", "gpt_oss", "minimax_m2", "llama4", "mistral4", "granite_moe"),
         *("deepseek_v32", "deepseek_v32, yarn, wide choice", "glm_moe_dsa", "nemotron_h, latents"),
     ],
 )

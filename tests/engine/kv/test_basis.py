@@ -19,15 +19,7 @@ from engine.batch.batch import Batch
 from engine.batch.rows import Row
 from engine.config import EngineConfig
 from engine.kernels.quant.row_quantization import INT4, dequantize_rows, quantize_rows
-from engine.kv.basis import (
-    FILE,
-    KVBasis,
-    StoredBases,
-    change_basis,
-    fingerprint_of_bases,
-    open_bases,
-    write_bases,
-)
+from engine.kv.basis import FILE, KVBasis, StoredBases, change_basis, fingerprint_of_bases, open_bases, write_bases
 from engine.kv.layout import KVLayout
 from engine.quantization.kv_calibration import _basis, _first_basis, _refined, _Seen, bases_of
 from engine.runner.runner import ModelRunner

@@ -7,13 +7,7 @@ from functools import partial
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from core.types.prefix_hash import block_hashes, root_hash
 from engine.kv.block_manager import BlockManager
@@ -163,8 +157,7 @@ def test_unregistered_block_is_never_matched() -> None:
 
 def test_operations_preserve_all_blocks(any_eviction: str) -> None:
     run_state_machine_as_test(
-        partial(BlockManagerMachine, any_eviction),
-        settings=settings(max_examples=100, stateful_step_count=40),
+        partial(BlockManagerMachine, any_eviction), settings=settings(max_examples=100, stateful_step_count=40)
     )
 
 

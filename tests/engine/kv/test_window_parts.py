@@ -16,7 +16,7 @@ from engine.batch.rows import Row
 from engine.config import EngineConfig
 from engine.kv.pool import KVPool
 from engine.runner.runner import ModelRunner
-from tests.engine.counted_replays import FakeReplays
+from tests.engine.fake_capture import FakeReplays
 from tests.engine.steps import DecodeSteps, as_on_gpu, prompts
 from tests.engine.tiny_models import GEMMA, GEMMA3_ROPES, GEMMA4, GPT_OSS, LLAMA4, MakeModel, MakeRunner
 
@@ -44,9 +44,9 @@ class Windows:
         self._pool, self._size = pool, pool.layout.block_size
         self._free = np.random.default_rng(5).permutation(np.arange(1, pool.num_window_parts)).tolist()
 
-    def advance(self, blocks: list[int], start: int, end: int, *, too_early: int = 0) -> None:
-        """Keep the blocks that queries at [start, end) see. too_early: blocks to give back although they are seen."""
-        first = max(0, start - self._pool.layout.window + 1) // self._size + too_early
+    def advance(self, blocks: list[int], start: int, end: int) -> None:
+        """Keep the blocks that queries at [start, end) see."""
+        first = max(0, start - self._pool.layout.window + 1) // self._size
         window_of = self._pool.window_of
         assert window_of is not None
         for block in blocks[:first]:
@@ -61,15 +61,13 @@ class Windows:
                 self._pool.attach([(block, self._free.pop(0))])
 
 
-def logits_of(
-    runner: ModelRunner, spans: list[tuple[int, int]], forward: Forward, *, too_early: int = 0
-) -> list[Tensor]:
+def logits_of(runner: ModelRunner, spans: list[tuple[int, int]], forward: Forward) -> list[Tensor]:
     """Compute one prompt in these spans over blocks in reverse order."""
     (tokens,), blocks = prompts(spans[-1][1]), list(range(15, -1, -1))
     windows, found = Windows(runner.pool) if runner.pool.window_of is not None else None, []
     for start, end in spans:
         if windows:
-            windows.advance(blocks, start, end, too_early=too_early)
+            windows.advance(blocks, start, end)
         row = Row(tokens[start:end], start=start, blocks=blocks, num_logits=end - start)
         found.append(forward(runner, Batch.of([row], block_size=BLOCK_SIZE)).clone())
     return found
@@ -109,17 +107,6 @@ def test_compiled_programs_use_parts(
     assert all(map(torch.equal, found, expected))
 
 
-def test_part_given_back_too_early_is_noticed(tiny_model: MakeModel, make_runner: MakeRunner) -> None:
-    directory, _ = tiny_model("mistral", **FAMILIES["mistral"])
-    whole = make_runner(directory)
-    freed = make_runner(directory, frees_windows=True, num_window_parts=16)
-    spans = [(0, 40), (40, 41)]
-    expected = logits_of(whole, spans, by_runner)
-    assert all(map(torch.equal, logits_of(freed, spans, by_runner), expected))
-    freed = make_runner(directory, frees_windows=True, num_window_parts=16)
-    assert not torch.equal(logits_of(freed, spans, by_runner, too_early=1)[1], expected[1])
-
-
 def test_replayed_steps_use_parts(tiny_model: MakeModel, make_runner: MakeRunner) -> None:
     """Static window tables follow rows whose blocks begin at different steps."""
     directory, _ = tiny_model("gemma3", **FAMILIES["gemma3"])
@@ -143,9 +130,6 @@ def test_replayed_steps_use_parts(tiny_model: MakeModel, make_runner: MakeRunner
     for position in range(40):
         for table, context in zip(tables, contexts, strict=True):
             windows.advance(table, context + position, context + position + 1)
-        expected, found = (
-            as_on_gpu(whole, steps[0].batch()),
-            freed.forward(steps[1].batch()),
-        )
+        expected, found = (as_on_gpu(whole, steps[0].batch()), freed.forward(steps[1].batch()))
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
     assert replays.num_replays == num_replayed + 40

@@ -1,61 +1,26 @@
-"""Experts split over ranks or placed on them: logits and tokens equal those of a single rank."""
+"""Experts: banks, placement on ranks, and tokens that equal those of a single rank."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from core.model.config import load
 from core.types.errors import SpecError
+from engine.kernels.gated_mul import GatedActivation
+from engine.kernels.moe.fused_experts import ExpertBiases
+from engine.layers.layers import Linear, TorchMatrix
+from engine.model.expert_bank import Expert, ExpertList, ExpertSlots, ExpertStack
+from engine.model.expert_parallel import busiest, plan_experts
 from tests.engine import gang
 from tests.engine.gang import StartGang
-from tests.engine.steps import prompts, step
-from tests.engine.tiny_models import (
-    DEEPSEEK_V2,
-    DEEPSEEK_V3,
-    GEMMA4_MOE,
-    GLM_MOE_DSA,
-    GPT_OSS,
-    LLAMA4,
-    NEMOTRON_H_MOE,
-    MakeModel,
-    MakeRunner,
-    reference_logits,
-)
+from tests.engine.runner.test_parallel import MIXTRAL, QWEN3_MOE
+from tests.engine.steps import prompts, random, step
+from tests.engine.tiny_models import DEEPSEEK_V2, DEEPSEEK_V3, GLM_MOE_DSA, MakeModel, MakeRunner
 
 TIMEOUT_S = 50.0
-QWEN2_MOE = {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 36, "num_experts": 6}
-MIXTRAL = {"num_local_experts": 5, "num_experts_per_tok": 2}
-QWEN3_MOE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "mlp_only_layers": [1]}
-
-
-@pytest.mark.parametrize(
-    ("size", "family", "changes", "expert_parallel"),
-    [
-        (2, "mixtral", MIXTRAL, False),
-        (2, "qwen3_moe", QWEN3_MOE, True),
-        (2, "qwen2_moe", QWEN2_MOE, False),
-        (2, "deepseek_v3", DEEPSEEK_V3, True),
-        # Ranks with 1 and with 2 experts; steps with fewer tokens than ranks.
-        (4, "mixtral", MIXTRAL, True),
-        (4, "gpt_oss", GPT_OSS, True),
-        (2, "llama4", LLAMA4, True),  # weighs the experts' inputs
-        (2, "gemma4", GEMMA4_MOE, True),
-        *((2, "nemotron_h", NEMOTRON_H_MOE | {"moe_latent_size": 36}, spreads) for spreads in (False, True)),
-    ],
-)
-def test_logits_do_not_depend_on_expert_placement(
-    size: int, family: str, changes: dict, expert_parallel: bool, tiny_model: MakeModel, start_gang: StartGang
-) -> None:
-    directory, model = tiny_model(family, **changes)
-    sequences = prompts(30, 9, 17)
-    expected = [reference_logits(model, sequence) for sequence in sequences]
-    ranks = start_gang(size, gang.logits_in_three_steps, directory, sequences, "float32", expert_parallel)
-    results = [rank.result(TIMEOUT_S) for rank in ranks]
-    for _, prompt_logits, token_logits in results:
-        torch.testing.assert_close(prompt_logits, torch.stack([e[-2] for e in expected]), atol=2e-4, rtol=1e-4)
-        torch.testing.assert_close(token_logits, torch.stack([e[-1] for e in expected]), atol=2e-4, rtol=1e-4)
-        assert torch.equal(token_logits, results[0][2])
 
 
 def test_expert_parallel_tokens_equal_single_rank(tiny_model: MakeModel, start_gang: StartGang) -> None:
@@ -120,3 +85,74 @@ def test_invalid_expert_parallelism_is_rejected(tiny_model: MakeModel) -> None:
     ):
         directory, model = tiny_model(family, **changes)
         assert load(directory).num_parameters == sum(p.numel() for p in model.parameters()) - num_sparse * 8 * 48
+
+
+@pytest.mark.parametrize("has_more", [False, True])
+def test_expert_list_equals_expert_stack(has_more: bool) -> None:
+    more = (ExpertBiases(random(5, 12), random(5, 8)), GatedActivation("swigluoai")) if has_more else ()
+    stack = ExpertStack(random(5, 12, 8), random(5, 8, 6, seed=1), *more)
+    # Expert 3 is never chosen.
+    x, chosen = random(7, 8, seed=2), torch.tensor([[0, 4], [4, 0], [1, 2], [0, 1], [2, 4], [1, 0], [4, 2]])
+    torch.testing.assert_close(ExpertList(stack.experts())(x, chosen), stack(x, chosen))
+    if not has_more:
+        weights = random(7, 2, seed=3)
+        expected = torch.stack([stack(x * weights[:, c, None], chosen[:, c, None])[:, 0] for c in range(2)], dim=1)
+        for bank in (stack, ExpertList(stack.experts())):
+            torch.testing.assert_close(bank(x, chosen, input_weights_TC=weights), expected)
+    for bank in (stack, ExpertList(stack.experts())):
+        assert bank(x[:0], chosen[:0]).shape == (0, 2, 8)
+
+
+def test_only_new_experts_are_read() -> None:
+    read: list[int] = []
+
+    def make(index: int) -> Expert:
+        read.append(index)
+        gate_up, down = torch.full((2, 1), 1.0), torch.full((1, 1), float(index))
+        return Expert(Linear(TorchMatrix(gate_up)), TorchMatrix(down))
+
+    shelf, x = ExpertSlots(make), torch.ones(1, 1)
+    first = shelf([3, 1])(x, torch.tensor([[0, 1]]))
+    second = shelf([1, 2, 3])(x, torch.tensor([[0, 1, 2]]))
+    assert read == [3, 1, 2]
+    torch.testing.assert_close(second[0, :, 0], first[0, 1, 0] * torch.tensor([1.0, 2.0, 3.0]))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[list[int], int, int]:
+    counts = draw(st.lists(st.integers(0, 1000), min_size=1, max_size=24))
+    ranks = draw(st.integers(1, len(counts)))
+    return counts, ranks, draw(st.integers(0, min(16, (ranks - 1) * len(counts))))
+
+
+@given(cases())
+def test_every_place_is_taken_and_no_rank_holds_an_expert_twice(case: tuple[list[int], int, int]) -> None:
+    counts, ranks, redundant = case
+    placement = plan_experts(counts, ranks=ranks, redundant=redundant)
+    held = sorted(expert for experts in placement for expert in experts)
+    assert set(held) == set(range(len(counts))) and len(held) == len(counts) + redundant
+    assert all(len(set(experts)) == len(experts) for experts in placement)
+    sizes = [len(experts) for experts in placement]
+    assert max(sizes) - min(sizes) <= 1
+    assert placement == plan_experts(counts, ranks=ranks, redundant=redundant), (
+        "every rank must compute the same placement"
+    )
+
+
+@pytest.mark.parametrize(
+    ("counts", "ranks", "redundant", "bound"),
+    [
+        ([100, 1, 1, 1, 1, 1, 1, 1], 2, 2, 1.1),  # one expert has nearly all the load: both ranks hold it
+        ([50, 40, 30, 20, 10, 5, 3, 2], 4, 4, 1.15),
+        ([90, 80, 1, 1], 2, 0, 1.1),  # without copies, the two busy experts are on different ranks
+        ([0, 0, 0, 0], 2, 2, 1.0),
+    ],
+)
+def test_the_busiest_rank_has_little_more_than_its_share(
+    counts: list[int], ranks: int, redundant: int, bound: float
+) -> None:
+    assert busiest(plan_experts(counts, ranks=ranks, redundant=redundant), counts) <= bound
+
+
+def test_equal_counts_give_equal_sizes() -> None:
+    assert [len(experts) for experts in plan_experts([1] * 8, ranks=4)] == [2, 2, 2, 2]

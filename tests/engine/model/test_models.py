@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from core.types.errors import SpecError
+from core.types.errors import RequestError, SpecError
+from core.types.request import SequenceRequest
 from engine.batch.batch import Batch
 from engine.batch.rows import Row
 from engine.config import EngineConfig
+from engine.engine import Engine, SchedulerConfig
+from engine.kv.block_manager import BlockManager
 from engine.runner.runner import ModelRunner
+from engine.sampling.sampler import sample
+from engine.scheduler.prompts import Prompt
+from engine.scheduler.sequence import Sequence
 from tests.engine.steps import prompts, step
 from tests.engine.tiny_models import (
     DEEPSEEK_V2,
@@ -65,12 +70,7 @@ QWEN2_MOE = {
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 36,
 }
-GRANITE = {
-    "embedding_multiplier": 3.0,
-    "attention_multiplier": 0.3,
-    "residual_multiplier": 0.4,
-    "logits_scaling": 2.5,
-}
+GRANITE = {"embedding_multiplier": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.4, "logits_scaling": 2.5}
 QWEN3_MOE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -81,14 +81,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, one head for all": ("llama", {"num_key_value_heads": 1}),
     "llama, no grouping": ("llama", {"num_key_value_heads": 4}),
     "llama, llama3 rope": ("llama", {"rope_parameters": LLAMA3}),
-    "llama, llama3 rope, no waves between": (
-        "llama",
-        {"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}},
-    ),
-    "llama, linear rope": (
-        "llama",
-        {"rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 3.0}},
-    ),
+    "llama, llama3 rope, no waves between": ("llama", {"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}}),
+    "llama, linear rope": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 3.0}}),
     "llama, dynamic rope": (
         "llama",
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}},
@@ -101,10 +95,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {}),
     "mistral, sliding window": ("mistral", {"sliding_window": 11}),
     "qwen2": ("qwen2", {}),
-    "qwen2, some layers slide": (
-        "qwen2",
-        {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
-    ),
+    "qwen2, some layers slide": ("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
     "qwen3": ("qwen3", {}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "mixtral, sliding window": ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 11}),
@@ -267,20 +258,6 @@ def test_longrope(
         torch.testing.assert_close(row, reference_logits(model, sequence)[-1], atol=2e-4, rtol=1e-4)
 
 
-def test_rope_settings_of_older_transformers(tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path) -> None:
-    """Checkpoints from before transformers 5 use rope_theta and rope_scaling."""
-    directory, model = tiny_model("llama", rope_parameters=LLAMA3)
-    text = (directory / "config.json").read_text()
-    config = json.loads(text)
-    del config["rope_parameters"]
-    config |= {"rope_theta": 10000.0, "rope_scaling": {k: v for k, v in LLAMA3.items() if k != "rope_theta"}}
-    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (tokens,) = prompts(60)
-    logits = step(make_runner(tmp_path), [tokens], [(0, 0, 60)])
-    torch.testing.assert_close(logits[0], reference_logits(model, tokens)[-1], atol=2e-4, rtol=1e-4)
-
-
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
@@ -379,16 +356,19 @@ def test_loading_reports_progress(tiny_model: MakeModel) -> None:
     assert fractions == sorted(fractions) and fractions[-1] == 1.0
 
 
+def _with_tensors(directory: Path, into: Path, changes: dict[str, torch.Tensor | None]) -> Path:
+    """Copy a model with other tensors; None: without the tensor."""
+    shutil.copytree(directory, into, dirs_exist_ok=True)
+    tensors = load_file(into / "model.safetensors") | changes
+    save_file({name: one for name, one in tensors.items() if one is not None}, into / "model.safetensors")
+    return into
+
+
 def test_error_names_wrong_tensors(tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path) -> None:
     directory, _ = tiny_model("llama")
-    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
-    tensors = load_file(tmp_path / "model.safetensors")
-    del tensors["model.layers.1.mlp.up_proj.weight"]
-    tensors["model.norm.weight"] = torch.ones(7)
-    tensors["model.extra"] = torch.ones(1)
-    save_file(tensors, tmp_path / "model.safetensors")
+    changes = {"model.layers.1.mlp.up_proj.weight": None, "model.norm.weight": torch.ones(7)}
     with pytest.raises(SpecError) as caught:
-        make_runner(tmp_path)
+        make_runner(_with_tensors(directory, tmp_path, changes | {"model.extra": torch.ones(1)}))
     for part in ("missing: model.layers.1.mlp.up_proj.weight", "not expected: model.extra", "(7,), not (48,)"):
         assert part in str(caught.value)
 
@@ -398,25 +378,20 @@ def test_multi_token_prediction_layers_are_not_read(
 ) -> None:
     """The files of Qwen3-Next and Qwen3.5 have them, under a prefix of their own."""
     directory, _ = tiny_model("qwen3_5", **DELTA_NET)
-    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
-    tensors = load_file(tmp_path / "model.safetensors")
-    tensors |= {"mtp.fc.weight": torch.ones(48, 96), "mtp.layers.0.mlp.up_proj.weight": torch.ones(80, 48)}
-    save_file(tensors, tmp_path / "model.safetensors")
+    more = {"mtp.fc.weight": torch.ones(48, 96), "mtp.layers.0.mlp.up_proj.weight": torch.ones(80, 48)}
     (tokens,) = prompts(20)
     alone = step(make_runner(directory), [tokens], [(0, 0, 20)])
-    torch.testing.assert_close(step(make_runner(tmp_path), [tokens], [(0, 0, 20)]), alone)
+    found = step(make_runner(_with_tensors(directory, tmp_path, more)), [tokens], [(0, 0, 20)])
+    torch.testing.assert_close(found, alone)
 
 
 def test_a_head_under_another_prefix_is_not_taken_for_a_tied_one(
     tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path
 ) -> None:
-    directory, _ = tiny_model("llama")
-    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
-    tensors = load_file(tmp_path / "model.safetensors")
-    tensors["model.lm_head.weight"] = tensors.pop("lm_head.weight")
-    save_file(tensors, tmp_path / "model.safetensors")
+    directory, model = tiny_model("llama")
+    changes = {"lm_head.weight": None, "model.lm_head.weight": model.lm_head.weight.detach()}
     with pytest.raises(SpecError, match=r"missing: lm_head.weight; not expected: model.lm_head.weight"):
-        make_runner(tmp_path)
+        make_runner(_with_tensors(directory, tmp_path, changes))
 
 
 def test_error_names_truncated_file(tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path) -> None:
@@ -434,3 +409,18 @@ def test_deterministic_is_rejected_if_unsupported(tiny_model: MakeModel, family:
     config = EngineConfig(model_dir=directory, dtype=dtype, num_blocks=1, deterministic=True)
     with pytest.raises(SpecError, match="engine: deterministic"):
         ModelRunner(config)
+
+
+def test_a_model_without_adapters_refuses_them(tiny_model: MakeModel, make_runner: MakeRunner) -> None:
+    runner = make_runner(tiny_model("llama")[0])
+    config = SchedulerConfig(max_batch_tokens=64, max_running=4, max_waiting=4)
+    request = SequenceRequest(id="r", token_ids=(1, 2, 3), num_prompt_tokens=3, adapter="polite")
+    prompt = Prompt(Sequence(request, 0, model="m", block_size=8, max_context=96))
+    engine = Engine(runner, sample, BlockManager(96), config, block_size=8)
+    with pytest.raises(RequestError, match="the model has no adapter 'polite'"):
+        engine.add(prompt)
+    assert engine.num_waiting == 0
+    engine = Engine(runner, sample, BlockManager(96), config, block_size=8, adapters={"polite": 4})
+    engine.add(prompt)
+    with pytest.raises(RequestError, match="the model has no adapter 4"):
+        engine.step()

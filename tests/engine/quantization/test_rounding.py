@@ -34,10 +34,11 @@ from tests.engine.tiny_models import (
     tiny_config,
 )
 
-_FEW = {"num_experts": 4, "num_experts_per_tok": 2}
+_FEW = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 CHANGES = {
     "deepseek_v2": DEEPSEEK_V2,
     "deepseek_v3": DEEPSEEK_V3,
+    "mixtral": {"num_local_experts": 4},
     "qwen2_moe": _FEW | {"shared_expert_intermediate_size": 48},
     "qwen3_moe": _FEW,
     "gemma4": {"hidden_size_per_layer_input": 0, "sliding_window": 9},

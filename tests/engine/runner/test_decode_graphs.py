@@ -1,8 +1,9 @@
-"""Replayed decode steps equal those launched kernel by kernel, whatever was replayed before."""
+"""Replayed decode steps equal those launched kernel by kernel, whatever was replayed before; states stay with rows."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,33 +12,142 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
+from core.types.request import Sampling
 from engine.batch.batch import Batch, DeviceTokens
 from engine.batch.device_batch import DeviceBatch, upload
 from engine.batch.rows import Row
+from engine.config import EngineConfig
+from engine.engine import SchedulerConfig
+from engine.kv.block_manager import BlockManager
+from engine.kv.pool import KVPool
 from engine.model.layer_kinds import StepStates
 from engine.runner import decode_graphs, graph_replay
 from engine.runner.decode_graphs import Step, graph_sizes
 from engine.runner.runner import ModelRunner
-from tests.engine.counted_replays import FakeReplays
+from engine.sampling import sampler
+from engine.sampling.sampler import choose_by_torch
+from engine.spec_decode.speculation import Speculation
+from tests.engine.asked import Asked, Oracle, answers, check_with_leavers
+from tests.engine.fake_capture import FakeReplays
 from tests.engine.kernels.launched import launch_kernels
-from tests.engine.runner.conftest import MakePair
-from tests.engine.runner.decode_batches import (
-    BLOCK_SIZE,
-    MAX_CONTEXT,
-    MAX_ROWS,
-    NUM_BLOCKS,
-    batch_of,
-    check_equal,
-    decode_batch,
-    fill,
-    states_of,
-)
-from tests.engine.steps import DecodeSteps
-from tests.engine.tiny_models import DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, DELTA_NET, LFM2, NEMOTRON_H
+from tests.engine.spec_decode.proposers import FakeProposer
+from tests.engine.steps import VOCAB_SIZE, DecodeSteps, prompts
+from tests.engine.tiny_models import DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, DELTA_NET, LFM2, NEMOTRON_H, MakeModel
 from tests.support.grids import quick
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+BLOCK_SIZE = 8
+NUM_BLOCKS = 150
+MAX_CONTEXT = 128  # of the tiny models
+MAX_ROWS = 9
+# Slots that rows use; there are more.
+NUM_STATES = 32
+
+
+def decode_batch(contexts: list[int], seed: int) -> Batch:
+    """Return a batch of one query per row, at the end of its context, over blocks in random order."""
+    return batch_of([(context, 1, 1) for context in contexts], seed)
+
+
+def batch_of(rows: list[tuple[int, int, int]], seed: int) -> Batch:
+    """Return a batch. Per row: context at the end, number of tokens computed, and how many of the last of these have
+    logits."""
+    generator = np.random.default_rng(seed)
+    blocks = iter(generator.permutation(NUM_BLOCKS).tolist())
+    states = iter(np.random.default_rng(seed).permutation(NUM_STATES).tolist())
+    return Batch.of(
+        [
+            Row(
+                token_ids=generator.integers(0, VOCAB_SIZE, num_tokens).tolist(),
+                start=context - num_tokens,
+                blocks=[next(blocks) for _ in range(-(-context // BLOCK_SIZE))],
+                num_logits=num_logits,
+                state_index=next(states),
+            )
+            for context, num_tokens, num_logits in rows
+        ],
+        block_size=BLOCK_SIZE,
+    )
+
+
+def fill(pool: KVPool, seed: int) -> None:
+    """Fill the pool as earlier steps would."""
+    every = torch.arange(pool.num_blocks * BLOCK_SIZE, device=pool.device)
+    layout = pool.layout
+    shape = (layout.num_sides, len(every), *layout.heads[0])
+    kv = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(pool.device)
+    for layer in range(layout.num_layers):
+        if layout.num_sides == 1:
+            pool.write_latents(layer, every, kv[0, :, 0])
+        else:
+            pool.write(layer, every, *kv)
+    for part in states_of(pool):
+        part.copy_(torch.randn(part.shape, generator=torch.Generator().manual_seed(seed)))
+
+
+def contents(pool: KVPool) -> Tensor:
+    """(layers, 2, K, slots, D) fp32."""
+    every = torch.arange(pool.num_blocks, device=pool.device)
+    return torch.stack([pool.read(layer, every, torch.float32) for layer in range(pool.layout.num_layers)])
+
+
+def states_of(pool: KVPool) -> list[Tensor]:
+    """Return views of the states, (slots, …), of each recurrent layer: matrices and kept inputs."""
+    return [part for layer in pool.states for part in layer.tensors]
+
+
+def check_equal(pair: tuple[ModelRunner, ModelRunner], batch: Batch, *, tolerance: float = 1e-4) -> None:
+    """Check that both runners return equal logits, write equal KV and states, and write only to the batch's slots."""
+    if pair[0].pool.scales:
+        tolerance = max(tolerance, 0.15)  # a value between two codes of e4m3 or int4 may become either
+    before, states_before = contents(pair[0].pool), [part.clone() for part in states_of(pair[0].pool)]
+    logits = [runner.forward(batch).clone() for runner in pair]
+    torch.testing.assert_close(*logits, atol=tolerance, rtol=tolerance)
+    after = [contents(runner.pool) for runner in pair]
+    torch.testing.assert_close(*after, atol=tolerance, rtol=tolerance)
+    is_other = torch.ones(before.shape[3], dtype=torch.bool)
+    is_other[batch.slots] = False
+    assert torch.equal(after[0][..., is_other, :], before[..., is_other, :])
+    for ours, theirs, old in zip(states_of(pair[0].pool), states_of(pair[1].pool), states_before, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)
+        is_other = torch.ones(len(old), dtype=torch.bool)
+        is_other[batch.state_indices] = False
+        assert torch.equal(ours[is_other], old[is_other]), "the step writes a state that is not of its rows"
+
+
+MakePair = Callable[..., tuple[ModelRunner, ModelRunner]]
+
+
+@pytest.fixture(scope="module")
+def make_pair(tiny_model: MakeModel) -> MakePair:
+    """make_pair(capture, "llama", pool_dtype="fp8_e4m3", …) -> a runner that replays, and one that does not."""
+
+    def make(
+        capture: Any,
+        family: str,
+        *,
+        dtype: str = "float32",
+        pool_dtype: str = "auto",
+        device: str = "cpu",
+        **changes: Any,
+    ) -> tuple[ModelRunner, ModelRunner]:
+        directory, _ = tiny_model(family, **changes)
+        config = EngineConfig(
+            model_dir=directory,
+            dtype=dtype,
+            pool_dtype=pool_dtype,
+            block_size=BLOCK_SIZE,
+            num_blocks=NUM_BLOCKS,
+            device=str(device),
+        )
+        replaying = ModelRunner(replace(config, recorded_rows=MAX_ROWS), capture=capture)
+        return replaying, ModelRunner(config)
+
+    return make
+
 
 LATENT = DEEPSEEK_V3 | {"first_k_dense_replace": 3}  # no layer has experts
 # Rows choose positions from 38 on.
@@ -287,14 +397,6 @@ def test_sizes(max_rows: int, sizes: tuple[int, ...]) -> None:
     assert graph_sizes(max_rows) == sizes and graph_sizes(4096)[-1] == graph_sizes(256)[-1] == 256
 
 
-def test_one_upload_keeps_shapes() -> None:
-    arrays = [np.arange(5), np.zeros((0, 3), dtype=np.int64), np.arange(6).reshape(2, 3), np.array([-1])]
-    parts = upload(arrays, torch.device("cpu"))
-    for part, array in zip(parts, arrays, strict=True):
-        assert part.dtype == torch.int32 and np.array_equal(part.numpy(), array)
-        assert part.data_ptr() % 16 == parts[0].data_ptr() % 16
-
-
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
@@ -377,3 +479,87 @@ def test_cuda_graphs(family: str, changes: dict[str, Any], dtype: str, pool_dtyp
         check_equal(pair, decode_batch(contexts, seed), tolerance=0.25 if dtype == "bfloat16" else 1e-3)
     # A draft to verify, and a short chunk of a prompt.
     check_equal(pair, batch_of([(40, 4, 4), (21, 1, 1), (9, 3, 0)], 7), tolerance=0.25 if dtype == "bfloat16" else 1e-3)
+
+
+FAMILIES: list[tuple[str, dict[str, Any]]] = [("qwen3_5", DELTA_NET), ("nemotron_h", NEMOTRON_H), ("lfm2", LFM2)]
+
+_STOPS = tuple(range(0, VOCAB_SIZE, 9))
+
+
+def filled_pair(make_pair: MakePair, capture: Any) -> tuple[ModelRunner, ModelRunner]:
+    pair = make_pair(capture, "qwen3_5", **DELTA_NET)
+    for runner in pair:
+        fill(runner.pool, 5)
+    return pair
+
+
+def row_of(start: int, num_tokens: int, *, state_index: int = 3) -> Row:
+    blocks = range(-(-(start + num_tokens) // BLOCK_SIZE))
+    return Row(token_ids=[7] * num_tokens, start=start, blocks=blocks, num_logits=num_tokens, state_index=state_index)
+
+
+def test_rows_of_one_token_are_replayed(make_pair: MakePair) -> None:
+    """Drafts and chunks are not: their launches depend on the longest of them."""
+    capture = FakeReplays()
+    pair = filled_pair(make_pair, capture)
+    for batch, is_replayed in (
+        (decode_batch([5, 30, 1], seed=0), True),
+        (Batch.of([row_of(0, 1)], block_size=BLOCK_SIZE), True),
+        (batch_of([(20, 4, 4), (9, 1, 1)], seed=1), False),
+        (batch_of([(9, 9, 1)], seed=2), False),
+        (decode_batch([5, 30, 1], seed=3), True),
+    ):
+        before = capture.num_replays
+        check_equal(pair, batch)
+        assert (capture.num_replays > before) is is_replayed
+
+
+@pytest.mark.parametrize(("family", "changes"), FAMILIES)
+@pytest.mark.parametrize("is_async", [False, True])
+def test_answers_by_replays(
+    family: str, changes: dict[str, Any], is_async: bool, make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests arrive in chunks, fork, end at unpredictable places and are preempted; drafts are not replayed."""
+    monkeypatch.setattr(sampler, "choose_by_torch", lambda *given: choose_by_torch(*given).to(torch.int32))
+    capture = FakeReplays()
+    replaying, plain = make_pair(capture, family, **changes)
+    asked = [
+        Asked(prompt, Sampling(temperature=0.9, seed=i, max_tokens=20, stop_token_ids=stops), num_choices=1 + i % 2)
+        for i, (prompt, stops) in enumerate(zip(prompts(9, 20, 30, 14), ((), _STOPS, (), _STOPS), strict=True))
+    ]
+    limits = SchedulerConfig(max_batch_tokens=9, max_running=8, max_waiting=9)
+    expected = answers(plain, asked, limits, num_blocks=12)
+    found = answers(replaying, asked, limits, num_blocks=12, is_async=is_async)
+    assert found.ids == expected.ids and found.num_preemptions and capture.num_replays > 9
+    assert bool(found.num_device_tokens) is is_async
+    proposer = FakeProposer(Oracle(expected, asked, lambda position: position % 5 > 0))
+    speculation = Speculation({"oracle": proposer}, max_tokens=3, vocab_size=VOCAB_SIZE, backs_off=False)
+    drafted = answers(replaying, asked, limits, num_blocks=40, is_async=is_async, speculation=speculation)
+    assert drafted.ids == expected.ids and drafted.num_accepted
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_answers_from_checkpoints(is_async: bool, make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests share prefixes with earlier prompts and answers, arrive one by one, and some leave early."""
+    monkeypatch.setattr(sampler, "choose_by_torch", lambda *given: choose_by_torch(*given).to(torch.int32))
+    replaying, plain = make_pair(FakeReplays(), "qwen3_5", **DELTA_NET)
+    sampling, (prompt, *others) = Sampling(temperature=0.0, max_tokens=30), prompts(20, 9, 26)
+    (answer,) = answers(plain, [Asked(prompt, sampling)]).ids
+    texts = [prompt + answer[:length] for length in (0, 9, 20, 29)]
+    texts += [other[:17] + prompt for other in others] + others
+    asked = [Asked(text, sampling, num_choices=1 + i % 2) for i, text in enumerate(texts)]
+    expected = answers(plain, asked)
+    blocks = BlockManager(60, num_states=replaying.pool.num_states)
+    assert blocks.states
+    blocks.states.interval = BLOCK_SIZE
+    hits: list[bytes] = []
+    take = blocks.states.take
+
+    def noted(prefix_hash: bytes | None = None) -> int:
+        hits.extend([prefix_hash] if prefix_hash else [])
+        return take(prefix_hash)
+
+    monkeypatch.setattr(blocks.states, "take", noted)
+    for _ in range(2):
+        check_with_leavers(replaying, asked, expected, None, blocks=blocks, is_async=is_async)
+    assert len(hits) > 6

@@ -11,18 +11,12 @@ from engine.engine import SchedulerConfig
 from engine.runner.runner import ModelRunner
 from engine.spec_decode.speculation import Speculation
 from tests.engine.asked import AMPLE, Asked, Oracle, answers, compare
+from tests.engine.kv.test_window_parts import FAMILIES
 from tests.engine.spec_decode.proposers import FakeProposer
 from tests.engine.steps import VOCAB_SIZE, prompts
-from tests.engine.tiny_models import GEMMA, GEMMA3_ROPES, GPT_OSS, LLAMA4, MakeModel, MakeRunner
+from tests.engine.tiny_models import MakeModel, MakeRunner
 
-MODELS = {
-    "gemma3": GEMMA
-    | {"rope_parameters": GEMMA3_ROPES, "layer_types": ["sliding_attention", "full_attention"] * 2}
-    | {"num_hidden_layers": 4},
-    "gpt_oss": GPT_OSS,
-    "mistral": {"sliding_window": 9},
-    "llama4": LLAMA4,
-}
+MODELS = {name: FAMILIES[name] for name in ("gemma3", "gpt_oss", "mistral", "llama4")}
 GREEDY = Sampling(temperature=0.0, max_tokens=30)
 SMALL = SchedulerConfig(max_batch_tokens=64, max_running=8, max_waiting=32)
 CHUNKED = SchedulerConfig(max_batch_tokens=16, max_running=8, max_waiting=32)
@@ -43,13 +37,6 @@ def pair(family: str, tiny_model: MakeModel, make_runner: MakeRunner, *, num_par
 
 def asked(*lengths: int, num_choices: int = 1) -> list[Asked]:
     return [Asked(prompt, GREEDY, num_choices=num_choices) for prompt in prompts(*lengths)]
-
-
-def test_chunked_prompts(family: str, tiny_model: MakeModel, make_runner: MakeRunner) -> None:
-    expected, found = (
-        answers(runner, asked(70, 5, 33), CHUNKED, 96) for runner in pair(family, tiny_model, make_runner, num_parts=18)
-    )
-    compare(found, expected)
 
 
 def test_choices_share_and_copy_parts(family: str, tiny_model: MakeModel, make_runner: MakeRunner) -> None:

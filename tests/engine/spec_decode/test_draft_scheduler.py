@@ -1,19 +1,29 @@
-"""DraftScheduler: calls model proposers where they pay, and hardly ever where they do not."""
+"""DraftScheduler: calls model proposers where they pay, hardly ever where they do not, and tries kinds of drafts."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from itertools import combinations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from engine.kv.block_manager import BlockManager
 from engine.scheduler.sequence import Sequence
 from engine.spec_decode.draft_plan import CallOffer, plan_call, plan_drafts
-from engine.spec_decode.speculation import Speculation
 from engine.spec_decode.step_cost import LearnedProposalCost, ProposalCost, StepCost
-from tests.engine.spec_decode.proposers import FakeClock, FakeModelProposer, FakeProposer, sequence_of
+from tests.engine.spec_decode.proposers import (
+    FakeClock,
+    FakeModelProposer,
+    FakeProposer,
+    Replica,
+    growing_row,
+    right,
+    sequence_of,
+    wrong,
+)
 
 _STEP = StepCost(plain=10.0, token=0.5)  # one row
 _CHEAP = ProposalCost(0.2, 1.0, 0.05)
@@ -21,72 +31,8 @@ _DEAR = ProposalCost(0.2, 12.0, 0.05)
 _MAX = 6
 
 
-def _next(token: int) -> int:
-    return (token * 7 + 3) % 50
-
-
-def _right(tokens: Seq[int], max_tokens: int) -> list[int]:
-    grown = [tokens[-1]]
-    for _ in range(max_tokens):
-        grown.append(_next(grown[-1]))
-    return grown[1:]
-
-
-def _wrong(tokens: Seq[int], max_tokens: int) -> list[int]:
-    return [(token + 1) % 50 for token in _right(tokens, max_tokens)]
-
-
-def _row(tokens: Seq[int]) -> Sequence:
-    row = sequence_of(tokens)
-    row.ends_at = 100_000
-    return row
-
-
-class Replica:
-    """Rows that continue by `_next`, timed by the fake clock. Each ends after `num_tokens` and is replaced."""
-
-    def __init__(self, clock: FakeClock, num_rows: int = 1, *, num_tokens: int = 200, **methods: object) -> None:
-        free = {name: one for name, one in methods.items() if isinstance(one, FakeProposer)}
-        models = {name: one for name, one in methods.items() if isinstance(one, FakeModelProposer)}
-        self.speculation = Speculation(free, models=models, max_tokens=_MAX, vocab_size=50, clock=clock)
-        self.blocks = BlockManager(4000)
-        self.rows = [_row([number]) for number in range(num_rows)]
-        self.num_tokens, self.seconds = 0, 0.0
-        self._clock, self._ends_after, self._computing = clock, num_tokens, list(models.values())
-
-    def step(self, price: StepCost = _STEP, *, room: int = 64) -> int:
-        """Run a step; return the number of drafted tokens."""
-        begin = self._clock.now
-        drafts = self.speculation.draft(self.rows, lambda: price, max_tokens=room, blocks=self.blocks)
-        num_drafted = sum(len(draft.tokens) for draft in drafts.values())
-        self._clock.now += price.step(num_drafted)
-        for row in self.rows:
-            draft = drafts.get(row)
-            chosen = [_next(row.tokens[-1])]
-            for drafted in draft.tokens if draft else ():
-                if drafted != chosen[-1]:
-                    break
-                chosen.append(_next(chosen[-1]))
-            row.tokens += chosen
-            self.num_tokens += len(chosen)
-            row.num_computed = len(row.tokens) - 1
-            if draft:
-                draft.give_back(row, self.blocks, num_right=0)
-                self.speculation.verified(draft, chosen)
-            row.release(self.blocks)
-        for proposer in self._computing:
-            proposer.stepped(self.rows)
-        self.rows = [row if row.num_generated < self._ends_after else _row([row.tokens[0]]) for row in self.rows]
-        self.seconds += self._clock.now - begin
-        return num_drafted
-
-    def steps(self, count: int, price: StepCost = _STEP) -> float:
-        """Return the tokens per second over `count` steps, relative to steps without drafts."""
-        tokens, seconds = self.num_tokens, self.seconds
-        for _ in range(count):
-            self.step(price)
-        rate = (self.num_tokens - tokens) / (self.seconds - seconds)
-        return rate / (len(self.rows) / price.plain)
+def _replica(clock: FakeClock, num_rows: int = 1, *, num_tokens: int = 200, **methods: object) -> Replica:
+    return Replica(num_rows, clock=clock, num_tokens=num_tokens, max_tokens=_MAX, **methods)
 
 
 def _rate(
@@ -169,46 +115,30 @@ def test_proposal_cost_is_learned_from_any_calls() -> None:
 
 def test_right_proposer_is_called_at_full_depth() -> None:
     clock = FakeClock()
-    proposer = FakeModelProposer(_right, clock, _CHEAP)
-    replica = Replica(clock, m=proposer)
-    replica.steps(40)
-    assert replica.steps(100) > 2.5
+    proposer = FakeModelProposer(right, clock, _CHEAP)
+    replica = _replica(clock, m=proposer)
+    replica.steps(40, _STEP)
+    assert replica.steps(100, _STEP) > 2.5
     assert proposer.calls[-1] == (1, _MAX)
     counts = replica.speculation.counts["m"]
     assert counts.accepted.total() == counts.drafted.total() > 500
 
 
-@pytest.mark.parametrize(("guess", "price"), [(_wrong, _CHEAP), (_right, _DEAR)], ids=["wrong", "dear"])
+@pytest.mark.parametrize(
+    ("guess", "price"),
+    [(wrong, _CHEAP), (wrong, _DEAR), (wrong, ProposalCost(0.2, 0.1, 0.01)), (right, _DEAR)],
+    ids=["wrong", "wrong and dear", "wrong and cheap", "dear"],
+)
 def test_unprofitable_proposer_costs_next_to_nothing(guess: type, price: ProposalCost) -> None:
     clock = FakeClock()
     proposer = FakeModelProposer(guess, clock, price)
-    replica = Replica(clock, m=proposer)
-    replica.steps(100)
-    before_s = proposer.spent_s
-    assert replica.steps(3000) > 0.993
+    replica = _replica(clock, m=proposer)
+    replica.steps(100, _STEP)
+    longest_s = price.seconds(4, 4)
+    assert proposer.spent_s <= _STEP.plain * (1 + 0.005 * 100) + longest_s, "exploration must be bounded"
+    assert replica.steps(3000, _STEP) > 0.993
     assert len(proposer.calls) > 5, "trials must continue, to notice an improvement"
-    assert before_s < 12 * _STEP.plain
     assert proposer.spent_s < 0.006 * replica.seconds
-
-
-def test_trials_find_proposer_that_became_right() -> None:
-    clock, is_right = FakeClock(), [False]
-    proposer = FakeModelProposer(lambda tokens, most: (_right if is_right[0] else _wrong)(tokens, most), clock, _CHEAP)
-    replica = Replica(clock, m=proposer)
-    replica.steps(300)
-    is_right[0] = True
-    replica.steps(1000)
-    assert replica.steps(100) > 1.5
-
-
-def test_exploration_cost_is_bounded_for_any_price() -> None:
-    for price in (_CHEAP, _DEAR, ProposalCost(0.2, 0.1, 0.01)):
-        clock = FakeClock()
-        proposer = FakeModelProposer(_wrong, clock, price)
-        replica = Replica(clock, m=proposer)
-        replica.steps(100)
-        longest_s = price.seconds(4, 4)
-        assert proposer.spent_s <= _STEP.plain * (1 + 0.005 * 100) + longest_s
 
 
 def test_unprofitable_proposer_rests_with_trials_early_in_answers() -> None:
@@ -218,69 +148,68 @@ def test_unprofitable_proposer_rests_with_trials_early_in_answers() -> None:
 
     def guess(tokens: Seq[int], most: int) -> list[int]:
         tried.append(len(tokens) - 1)
-        return (_right if is_right[0] else _wrong)(tokens, most)
+        return (right if is_right[0] else wrong)(tokens, most)
 
     def knows(sequence: Sequence) -> bool:
         planned.append(sequence.num_generated)
         return not proposer.rests or sequence.num_generated < 32
 
     proposer = FakeModelProposer(guess, clock, ProposalCost(0.2, 0.5, 0.01), can_guess=knows)
-    replica = Replica(clock, m=proposer)
+    replica = _replica(clock, m=proposer)
     assert proposer.rests, "a proposer rests until a call pays"
-    replica.steps(400)
+    replica.steps(400, _STEP)
     assert tried and proposer.rests
     tried.clear()
     planned.clear()
-    replica.steps(6000)
+    replica.steps(6000, _STEP)
     assert proposer.rests and len(tried) > 10
     assert sum(place > 16 for place in planned) <= 6000 // 32, "plans after the first tokens of an answer must be rare"
     assert max(tried) < 32 and len(set(tried)) > 2, "trials must vary in position"
     num_gathered = 0
     for _ in range(3000):
-        replica.steps(1)
+        replica.steps(1, _STEP)
         num_gathered += proposer.num_first is None or replica.rows[0].num_generated <= proposer.num_first
     assert 0 < num_gathered < 300, "it must not collect state while no trial is due"
     is_right[0] = True
-    replica.steps(1000)
-    assert not proposer.rests and replica.steps(100) > 1.5
+    replica.steps(1000, _STEP)
+    assert not proposer.rests and replica.steps(100, _STEP) > 1.5
     is_right[0] = False
-    replica.steps(3000)
+    replica.steps(3000, _STEP)
     assert proposer.rests
 
 
-@pytest.mark.parametrize("num_tokens", [20, 100])
-@pytest.mark.parametrize("num_rows", [1, 4])
+@pytest.mark.parametrize(("num_rows", "num_tokens"), [(4, 20), (1, 100)])
 def test_resting_proposer_wakes_when_it_becomes_right(num_rows: int, num_tokens: int) -> None:
     """Although it has no state of the tokens that it has missed."""
     for others in range(0, 200, 74):
         clock, is_right = FakeClock(), [False]
 
         def guess(tokens: Seq[int], most: int, is_right: list[bool] = is_right) -> list[int]:
-            return (_right if is_right[0] else _wrong)(tokens, most)
+            return (right if is_right[0] else wrong)(tokens, most)
 
         proposer = FakeModelProposer(guess, clock, ProposalCost(0.2, 0.5, 0.01))
-        replica = Replica(clock, num_rows, num_tokens=num_tokens, m=proposer)
-        replica.steps(3000 + others)
+        replica = _replica(clock, num_rows, num_tokens=num_tokens, m=proposer)
+        replica.steps(3000 + others, _STEP)
         assert proposer.rests
         is_right[0] = True
-        replica.steps(400 if num_tokens == 20 else 600)
+        replica.steps(400 if num_tokens == 20 else 600, _STEP)
         assert not proposer.rests
 
 
 def test_resting_proposer_is_tried_with_short_answers() -> None:
     clock = FakeClock()
-    proposer = FakeModelProposer(_wrong, clock, ProposalCost(0.2, 0.5, 0.01))
-    replica = Replica(clock, num_tokens=4, m=proposer)
-    replica.steps(6000)
+    proposer = FakeModelProposer(wrong, clock, ProposalCost(0.2, 0.5, 0.01))
+    replica = _replica(clock, num_tokens=4, m=proposer)
+    replica.steps(6000, _STEP)
     proposer.calls.clear()
-    replica.steps(6000)
+    replica.steps(6000, _STEP)
     assert proposer.rests and len(proposer.calls) > 6
 
 
 def test_calls_are_rare_when_draft_tokens_are_expensive() -> None:
     clock = FakeClock()
-    proposer = FakeModelProposer(_right, clock, ProposalCost(0.0, 0.2, 0.3))
-    replica = Replica(clock, num_rows=4, m=proposer)
+    proposer = FakeModelProposer(right, clock, ProposalCost(0.0, 0.2, 0.3))
+    replica = _replica(clock, num_rows=4, m=proposer)
     few = StepCost(plain=10.0, token=0.1)
     replica.steps(60, few)
     assert proposer.calls[-1][0] == 4
@@ -298,34 +227,34 @@ def test_only_profitable_rows_are_called() -> None:
     clock = FakeClock()
 
     def guess(tokens: Seq[int], most: int) -> list[int]:
-        return (_right if sum(tokens[:1]) % 2 else _wrong)(tokens, most)  # the first token of a row never changes
+        return (right if sum(tokens[:1]) % 2 else wrong)(tokens, most)  # the first token of a row never changes
 
     proposer = FakeModelProposer(guess, clock, ProposalCost(0.0, 0.2, 0.3))
-    replica = Replica(clock, num_rows=4, m=proposer)
-    replica.steps(60)
+    replica = _replica(clock, num_rows=4, m=proposer)
+    replica.steps(60, _STEP)
     proposer.calls.clear()
-    replica.steps(20)
+    replica.steps(20, _STEP)
     assert proposer.calls[-1][0] == 2
 
 
 def test_rows_that_cannot_be_proposed_for_are_not_called() -> None:
     clock = FakeClock()
-    proposer = FakeModelProposer(_right, clock, _CHEAP, can_guess=lambda sequence: sequence.tokens[0] == 1)
-    replica = Replica(clock, num_rows=3, m=proposer)
-    replica.steps(60)
+    proposer = FakeModelProposer(right, clock, _CHEAP, can_guess=lambda sequence: sequence.tokens[0] == 1)
+    replica = _replica(clock, num_rows=3, m=proposer)
+    replica.steps(60, _STEP)
     assert {num_rows for num_rows, _ in proposer.calls} == {1}
 
 
 def test_long_prompt_catches_up_in_pieces() -> None:
     clock, price = FakeClock(), ProposalCost(0.0, 0.5, 0.05)
-    proposer = FakeModelProposer(_right, clock, price)
-    replica = Replica(clock, m=proposer)
-    replica.steps(50)
-    replica.rows = [_row([i % 50 for i in range(3000)])]
+    proposer = FakeModelProposer(right, clock, price)
+    replica = _replica(clock, m=proposer)
+    replica.steps(50, _STEP)
+    replica.rows = [growing_row([i % 50 for i in range(3000)])]
     longest_s = 0.0
     for _ in range(120):
         before = proposer.spent_s
-        replica.step()
+        replica.step(_STEP)
         longest_s = max(longest_s, proposer.spent_s - before)
     assert len(proposer.pieces) > 10 and sum(proposer.pieces) >= 2500
     assert longest_s <= 2 * _STEP.plain
@@ -334,41 +263,41 @@ def test_long_prompt_catches_up_in_pieces() -> None:
 
 def test_long_prompt_is_not_computed_for_short_answers() -> None:
     clock = FakeClock()
-    proposer = FakeModelProposer(_right, clock, ProposalCost(0.0, 0.5, 0.05))
-    replica = Replica(clock, m=proposer)
-    replica.steps(50)
+    proposer = FakeModelProposer(right, clock, ProposalCost(0.0, 0.5, 0.05))
+    replica = _replica(clock, m=proposer)
+    replica.steps(50, _STEP)
     for _ in range(200):
         replica.speculation.finished(sequence_of(range(40), num_prompt_tokens=30))
     proposer.pieces.clear()
     for _ in range(6):
-        replica.rows = [_row([i % 50 for i in range(3000)])]
-        replica.steps(10)
+        replica.rows = [growing_row([i % 50 for i in range(3000)])]
+        replica.steps(10, _STEP)
     assert not proposer.pieces
 
 
 def test_no_calls_while_lookups_are_right() -> None:
     clock = FakeClock()
-    proposer = FakeModelProposer(_right, clock, _CHEAP)
-    replica = Replica(clock, look=FakeProposer(_right), m=proposer)
-    replica.steps(300)
+    proposer = FakeModelProposer(right, clock, _CHEAP)
+    replica = _replica(clock, look=FakeProposer(right), m=proposer)
+    replica.steps(300, _STEP)
     proposer.calls.clear()
-    replica.steps(300)
+    replica.steps(300, _STEP)
     assert sum(depth for _, depth in proposer.calls) <= 300 // 16, "only trials"
-    other = Replica(clock, look=FakeProposer(_wrong), m=proposer)
-    other.steps(100)
-    assert other.steps(50) > 2.5, "the proposer that is right must be called"
+    other = _replica(clock, look=FakeProposer(wrong), m=proposer)
+    other.steps(100, _STEP)
+    assert other.steps(50, _STEP) > 2.5, "the proposer that is right must be called"
 
 
 def test_would_draft_calls_no_model() -> None:
     clock = FakeClock()
-    proposer = FakeModelProposer(_right, clock, _CHEAP)
-    replica = Replica(clock, m=proposer)
-    replica.steps(40)
+    proposer = FakeModelProposer(right, clock, _CHEAP)
+    replica = _replica(clock, m=proposer)
+    replica.steps(40, _STEP)
     proposer.calls.clear()
     for row in replica.rows:
-        row.tokens.append(_next(row.tokens[-1]))
+        row.tokens += right(row.tokens, 1)
     assert replica.speculation.would_draft(replica.rows, lambda: _STEP, max_tokens=8) and not proposer.calls
-    assert replica.step() and proposer.calls
+    assert replica.step(_STEP) and proposer.calls
     dear = StepCost(plain=10.0, token=20.0)
     replica.steps(60, dear)
     awaited = [replica.speculation.would_draft(replica.rows, lambda: dear, max_tokens=8) for _ in range(200)]
@@ -377,9 +306,9 @@ def test_would_draft_calls_no_model() -> None:
 
 def test_forget_reaches_model_proposers() -> None:
     clock = FakeClock()
-    proposer = FakeModelProposer(_right, clock, _CHEAP)
-    replica = Replica(clock, m=proposer)
-    replica.step()
+    proposer = FakeModelProposer(right, clock, _CHEAP)
+    replica = _replica(clock, m=proposer)
+    replica.step(_STEP)
     row: Sequence = replica.rows[0]
     replica.speculation.forget(row)
     assert proposer.forgotten == [row]
@@ -393,3 +322,75 @@ def test_no_call_without_useful_offers() -> None:
     assert plan_call(chances, [], price, 8) is None
     assert plan_call(chances, [CallOffer("m", _CHEAP, [(), ()], [0.0, 0.0])], price, 8) is None
     assert sum(plan_drafts(chances, 2, price, 8)) == 2
+
+
+_STEPS = 2000
+
+
+@settings(max_examples=6, deadline=None)
+@given(share=st.floats(0.0, 0.7), num_rows=st.sampled_from([1, 4]), token=st.floats(0.1, 0.24), seed=st.integers(0, 99))
+def test_after_warm_up_proposals_below_break_even_are_not_drafted(
+    share: float, num_rows: int, token: float, seed: int
+) -> None:
+    """share: acceptance rate relative to break-even."""
+    cost = StepCost(plain=10.0, token=10 * token)
+    replica = Replica(num_rows, num_tokens=200, max_tokens=6, l=_guesses(share * cost.break_even(num_rows), seed))
+    replica.steps(400, cost)
+    num_tokens = sum(replica.num_drafted(cost) for _ in range(640))
+    assert num_tokens <= 0.02 * 640 * num_rows + 3 * 10
+
+
+@settings(max_examples=6, deadline=None)
+@given(num_wrong=st.integers(0, 400), num_rows=st.sampled_from([1, 4, 9]))
+def test_a_change_of_the_text_is_noticed_within_a_few_steps(num_wrong: int, num_rows: int) -> None:
+    chance = [0.0]
+
+    def guess(tokens: Seq[int], max_tokens: int) -> list[int]:
+        return (right if chance[0] else wrong)(tokens, max_tokens)
+
+    cost = StepCost(plain=10.0, token=0.2)
+    replica = Replica(num_rows, max_tokens=6, l=guess)
+    replica.steps(1 + num_wrong, cost)
+    chance[0] = 1.0
+    replica.steps(200, cost)
+    assert replica.steps(20, cost) > 2.0
+
+
+def _guesses(chance: float, seed: int) -> Callable[[Seq[int], int], list[int]]:
+    """Return a guess function whose tokens are right with this probability."""
+    generator = random.Random(seed)
+
+    def guess(tokens: Seq[int], max_tokens: int) -> list[int]:
+        found, last = list[int](), list(tokens[-1:])
+        for _ in range(max_tokens):
+            last = right(last, 1)
+            found += last if generator.random() < chance else [(last[0] + 1) % 50]
+        return found
+
+    return guess
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    kind=st.sampled_from(["looks up", "computes", "both"]),
+    chance=st.floats(0.0, 0.6),
+    depth=st.floats(0.02, 1.5),
+    token=st.floats(0.02, 0.5),
+    num_rows=st.sampled_from([1, 4]),
+    seed=st.integers(0, 1 << 20),
+)
+@pytest.mark.timeout(300)
+def test_drafts_are_hardly_ever_slower(
+    kind: str, chance: float, depth: float, token: float, num_rows: int, seed: int
+) -> None:
+    """depth, token: cost of proposing and of verifying a token, relative to a step.
+
+    At break-even the outcome is chance.
+    """
+    clock, price = FakeClock(), StepCost(plain=10.0, token=10 * token)
+    guess = _guesses(chance, seed)
+    models = FakeModelProposer(guess, clock, ProposalCost(0.2, 10 * depth, 0.05))
+    methods = {"looks up": {"l": guess}, "computes": {"c": models}}
+    methods["both"] = {**methods["looks up"], **methods["computes"]}
+    replica = Replica(num_rows, clock=clock, num_tokens=200, max_tokens=6, **methods[kind])
+    assert replica.steps(_STEPS, price) > 0.98

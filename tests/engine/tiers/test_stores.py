@@ -27,8 +27,6 @@ _STAMP = Stamp(_LAYOUT, rank=0, key=_KEY)
 _NUM_PLACES = 6
 _WAIT_S = 10.0
 
-Make = Callable[[], BlockStore]
-
 
 def _hash(number: int) -> bytes:
     return number.to_bytes(16, "big")

@@ -7,7 +7,6 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from torch import Tensor
 
 import engine.tiers.sources
 import engine.tiers.table
-from core.index.prefix_index import Depths, PrefixIndex
 from core.model.recurrent import DeltaNetShape
 from core.types.prefix_hash import block_hashes, checkpoint_hash, root_hash
 from core.types.tier import Tier
@@ -25,14 +23,12 @@ from engine.kv.block_allocator import BlockAllocator
 from engine.kv.block_manager import BlockManager
 from engine.kv.eviction import make_eviction
 from engine.kv.layout import KVLayout
-from engine.kv.pool import KVPool, window_manager_of
-from engine.kv.window_manager import HeldParts
+from engine.kv.pool import KVPool
 from engine.tiers.block_file import Stamp
 from engine.tiers.commands import Load, LoadOrder, LoadResult, LoadSource, Save, TierOrders, worth_loading
 from engine.tiers.disk_store import DiskStore
 from engine.tiers.host_store import HostStore
 from engine.tiers.rank_tiers import RankTiers
-from engine.tiers.sources import Sources, Target
 from engine.tiers.table import TierTable
 
 _CPU = torch.device("cpu")
@@ -97,28 +93,17 @@ class _Rank:
 class _Replica:
     """Two ranks, and a record of each block's expected content."""
 
-    layout = _LAYOUT
-    num_blocks = _NUM_BLOCKS
-    num_states = 0
-
     def __init__(self, directory: Path, *, host: int, disk: int, eviction: str = "lru") -> None:
         self.directory = directory
         places = {tier: count for tier, count in ((Tier.HOST, host), (Tier.DISK, disk)) if count}
         self.answers: queue.SimpleQueue[tuple[int, LoadResult]] = queue.SimpleQueue()
         self.ranks = [
-            _Rank(self.layout, self.num_blocks, rank, places, directory / str(rank), self.answers) for rank in range(2)
+            _Rank(_LAYOUT, _NUM_BLOCKS, rank, places, directory / str(rank), self.answers) for rank in range(2)
         ]
-        policy = make_eviction(eviction, num_blocks=self.num_blocks)
-        windows = window_manager_of(self.ranks[0].pool, max_batch_tokens=1)
-        self.blocks = BlockManager(self.num_blocks, policy, num_states=self.num_states, windows=windows)
+        policy = make_eviction(eviction, num_blocks=_NUM_BLOCKS)
+        self.blocks = BlockManager(_NUM_BLOCKS, policy)
         lower = {tier: BlockAllocator(count) for tier, count in self.ranks[0].tiers.num_places.items()}
-        self.table: TierTable[str] = TierTable(
-            self.blocks,
-            lower,
-            num_ranks=2,
-            place_bytes=self.layout.place_bytes,
-            num_pieces=self.layout.num_pieces,
-        )
+        self.table: TierTable[str] = TierTable(self.blocks, lower, num_ranks=2, place_bytes=_LAYOUT.place_bytes)
         # Tiers according to a follower of `take_changes`.
         self.known: dict[bytes, Tier] = {}
         if found := self.ranks[0].tiers.take_found():
@@ -212,225 +197,6 @@ class _Replica:
             rank.tiers.close()
 
 
-class _ReplicaWithStates(_Replica):
-    """A replica whose prompts also need the state at the end of their cached blocks."""
-
-    layout = _WITH_STATES
-    num_states = _NUM_STATES
-
-    def begin(
-        self, prompt: list[int], *, may_load: bool = True
-    ) -> tuple[list[bytes], list[int], int, Load[str] | None]:
-        states = self.blocks.states
-        assert states
-        hashes = block_hashes(_ROOT, prompt, block_size=1)
-        num_computed = self.blocks.match_reusable(hashes)
-        end = self.table.offer(hashes, compute_block_s=0.0) if may_load else 0
-        assert end == 0 or end > num_computed
-        taken = self.blocks.allocate(hashes[: end or num_computed], len(prompt))
-        assert taken
-        blocks, num_cached = taken
-        self.slot = states.take(hashes[num_computed - 1] if num_computed and not end else None)
-        self.num_known = end or num_computed  # blocks before the state
-        self.carry_out()
-        if not end:
-            self.check_state(hashes)
-            return hashes, [*blocks, self.slot], num_cached, None
-        state = hashes[end - 1], self.slot
-        load = self.table.begin("it", hashes[num_cached:end], blocks[num_cached:], expires_at=0.0, state=state)
-        self.carry_out()
-        if not load:  # taking the blocks has evicted others from the tiers
-            self.blocks.free([*blocks, self.slot])
-            return self.begin(prompt, may_load=False)
-        return hashes, [*blocks, self.slot], num_cached, load
-
-    def serve(self, prompt: list[int]) -> tuple[int, int]:
-        """Return the number of blocks before the state that was used, and of those that were loaded."""
-        states = self.blocks.states
-        assert states
-        hashes, [*blocks, slot], num_cached, load = self.begin(prompt)
-        num_here = num_cached
-        if load:
-            ended = self.finish(load)
-            assert ended
-            self.check(hashes[:num_cached], blocks)
-            if ended.is_usable:
-                num_here = self.num_known
-                self.check_state(hashes)
-            else:
-                self.num_known = num_here = 0
-        self.check(hashes[:num_here], blocks)
-        for rank in self.ranks:
-            for prefix_hash, block in zip(hashes[num_here:], blocks[num_here:], strict=True):
-                if prefix_hash not in self.blocks or self.blocks.block_of(prefix_hash) != block:
-                    rank.pool.copy_in(_content(prefix_hash, rank.rank), [block])
-            _state(rank, states.index(slot)).copy_(_state_content(hashes[-1], rank))
-        for prefix_hash, block in zip(hashes, blocks, strict=True):
-            self.blocks.fill_block(block, prefix_hash)
-        states.checkpoint(slot, hashes[-1])
-        self.blocks.free([*blocks, slot])
-        self.note()  # the copy is made with the next orders
-        return self.num_known, load.num_loaded if load else 0
-
-    def carry_out(self) -> None:
-        super().carry_out()
-        assert self.blocks.states
-        for source, target in self.blocks.states.take_copies():
-            for rank in self.ranks:
-                rank.pool.copy_state(source, target)
-
-    def check_state(self, hashes: list[bytes]) -> None:
-        assert self.blocks.states
-        if self.num_known:
-            for rank in self.ranks:
-                expected = _state_content(hashes[self.num_known - 1], rank)
-                assert torch.equal(_state(rank, self.blocks.states.index(self.slot)), expected)
-
-    def give_up(self, prompt: list[int]) -> None:
-        _, [*blocks, slot], _, load = self.begin(prompt)
-        if load:
-            self.table.give_up(load)
-            self.blocks.free([block for block in blocks if block not in load.blocks])
-            self.table.check_integrity()
-            assert self.finish(load) is None
-        else:
-            self.blocks.free([*blocks, slot])
-        self.note()
-
-
-class _ReplicaWithWindows(_Replica):
-    """A replica whose prompts also need the parts of the last blocks of their prefixes."""
-
-    layout = _WITH_WINDOWS
-    num_blocks = 10
-
-    def __init__(self, directory: Path, **options: Any) -> None:
-        super().__init__(directory, **options)
-        self.index, self.listed = PrefixIndex(), set[bytes]()
-        assert self.blocks.windows
-        self.windows = self.blocks.windows
-
-    def begin(
-        self, prompt: list[int], *, may_load: bool = True
-    ) -> tuple[list[bytes], list[int], int, Load[str] | None]:
-        hashes = block_hashes(_ROOT, prompt, block_size=1)
-        num_computed = self.blocks.match_reusable(hashes)
-        end = self.table.offer(hashes, compute_block_s=0.0) if may_load else 0
-        assert end == 0 or end > num_computed
-        reusable = hashes[: end or num_computed]
-        to_load = self.blocks.places_without_part(reusable) if end else None
-        taken = self.blocks.allocate(reusable, len(prompt), to_load=to_load)
-        assert taken
-        blocks, num_cached = taken
-        self.parts, self.num_known = HeldParts(), end or num_computed
-        self.parts.reserve(self.windows.num_for(len(prompt)), self.windows)
-        self.parts.attach(blocks, self.windows.seen_from(self.num_known), self.windows)
-        self.carry_out()
-        if not end:
-            return hashes, blocks, num_cached, None
-        load = self.table.begin("it", hashes[num_cached:end], blocks[num_cached:], expires_at=0.0)
-        self.carry_out()
-        if not load:  # taking the blocks has evicted others from the tiers
-            self.free(blocks)
-            return self.begin(prompt, may_load=False)
-        return hashes, blocks, num_cached, load
-
-    def serve(self, prompt: list[int]) -> tuple[int, int]:
-        """Return the number of blocks that the prompt continued from, and of those that were loaded."""
-        hashes, blocks, _, load = self.begin(prompt)
-        if load and not (ended := self.finish(load)).num_loaded:  # type: ignore[union-attr]
-            assert not ended.is_usable  # type: ignore[union-attr]
-            self.free(blocks)
-            self.note()
-            hashes, blocks, _, load = self.begin(prompt, may_load=False)
-        self.check(hashes[: self.num_known], blocks)
-        self.check_parts(hashes, blocks, self.windows.seen_from(self.num_known))
-        for place in range(len(prompt)):
-            if place >= self.num_known:
-                self.parts.advance(self.windows.first_seen(place), self.windows)
-                self.parts.extend(blocks, place + 1, self.windows)
-                self.carry_out()
-                for rank in self.ranks:
-                    rank.pool.copy_in(_content(hashes[place], rank.rank)[:, : self.layout.place_bytes], [blocks[place]])
-                    rank.pool.copy_in(self.pieces(hashes[place], rank.rank), self.piece_ids(blocks[place]))
-            self.blocks.fill_block(blocks[place], hashes[place])
-        self.free(blocks)
-        self.note()
-        return self.num_known, load.num_loaded if load else 0
-
-    def give_up(self, prompt: list[int]) -> None:
-        _, blocks, _, load = self.begin(prompt)
-        if load:
-            self.table.give_up(load)
-            self.parts.leave_out(load.blocks)
-            self.free([block for block in blocks if block not in load.blocks])
-            self.table.check_integrity()
-            assert self.finish(load) is None
-        else:
-            self.free(blocks)
-        self.note()
-        assert self.windows.num_held == self.windows.num_reserved == 0
-
-    def free(self, blocks: list[int]) -> None:
-        self.parts.release(self.windows)
-        self.blocks.free(blocks)
-
-    def carry_out(self) -> None:
-        every = self.table.take_orders()
-        for rank in self.ranks:
-            for orders in every:
-                rank.tiers.carry_out(orders)
-        changes = self.windows.take_changes()
-        for rank in self.ranks:
-            rank.pool.attach(changes)
-            for orders in every:
-                rank.tiers.start_loads(orders)
-
-    def check(self, hashes: list[bytes], blocks: list[int]) -> None:
-        for rank in self.ranks:
-            for prefix_hash, block in zip(hashes, blocks, strict=False):
-                expected = _content(prefix_hash, rank.rank)[:, : self.layout.place_bytes]
-                assert torch.equal(rank.pool.copy_out([block]), expected)
-
-    def check_parts(self, hashes: list[bytes], blocks: list[int], places: range) -> None:
-        for rank in self.ranks:
-            for place in places:
-                found = rank.pool.copy_out(self.piece_ids(blocks[place]))
-                assert torch.equal(found, self.pieces(hashes[place], rank.rank))
-
-    def piece_ids(self, block: int) -> list[int]:
-        part = self.windows.part_of(block)
-        assert part
-        return [self.num_blocks + part * self.layout.num_pieces + i for i in range(self.layout.num_pieces)]
-
-    def pieces(self, prefix_hash: bytes, rank: int) -> Tensor:
-        content_2N = torch.cat([_content(prefix_hash, rank + seed)[:, :32] for seed in (17, 19)])
-        content_2N[1, 16:] = 0
-        return content_2N
-
-    def note(self) -> None:
-        super().note()
-        self.index.remove("r", self.listed - self.known.keys())
-        self.listed = {*self.known}
-        for prefix_hash, tier in self.known.items():
-            self.index.store("r", [prefix_hash], tier)
-        for prompt in _PROMPTS:
-            hashes = block_hashes(_ROOT, prompt, block_size=1)
-            depths = self.index.depths_to_checkpoints(hashes, [*map(checkpoint_hash, hashes)], among={"r": 2})
-            believed, here = depths.get("r", Depths(0, 0, 0)), self.blocks.match_reusable(hashes)
-            assert believed.device <= here, "a router believes in a hit that cannot be continued"
-            assert believed.disk <= max(here, self.table.offer(hashes, compute_block_s=0.0))
-
-
-def _state(rank: _Rank, slot: int) -> Tensor:
-    return rank.pool.states[0].bytes_NB[slot]
-
-
-def _state_content(prefix_hash: bytes, rank: _Rank) -> Tensor:
-    generator = torch.Generator().manual_seed(int.from_bytes(prefix_hash[:6], "little") + 7 + rank.rank)
-    return torch.randint(0, 256, _state(rank, 0).shape, dtype=torch.uint8, generator=generator)
-
-
 _steps = st.lists(
     st.tuples(st.sampled_from(["serve", "serve", "serve", "idle", "give_up", "harm"]), st.sampled_from(_PROMPTS)),
     max_size=25,
@@ -446,20 +212,6 @@ def test_matched_blocks_have_their_own_content(
         _play(_Replica(Path(directory), host=host, disk=disk, eviction=eviction), steps, has_disk=disk > 0)
 
 
-@settings(max_examples=60)
-@given(_steps, st.integers(0, 12), st.integers(0, 20))
-def test_states_are_those_of_the_blocks_before(steps: list[tuple[str, list[int]]], host: int, disk: int) -> None:
-    with tempfile.TemporaryDirectory() as directory:
-        _play(_ReplicaWithStates(Path(directory), host=host, disk=disk), steps, has_disk=disk > 0)
-
-
-@settings(max_examples=25)
-@given(_steps, st.integers(0, 14), st.integers(0, 24))
-def test_parts_are_those_of_their_blocks(steps: list[tuple[str, list[int]]], host: int, disk: int) -> None:
-    with tempfile.TemporaryDirectory() as directory:
-        _play(_ReplicaWithWindows(Path(directory), host=host, disk=disk), steps, has_disk=disk > 0)
-
-
 def _play(replica: _Replica, steps: list[tuple[str, list[int]]], *, has_disk: bool) -> None:
     for name, prompt in steps:
         if name == "serve":
@@ -473,102 +225,52 @@ def _play(replica: _Replica, steps: list[tuple[str, list[int]]], *, has_disk: bo
     replica.close()
 
 
-@pytest.fixture
-def make(tmp_path: Path) -> Callable[..., _Replica]:
-    return lambda **arguments: _Replica(tmp_path, **arguments)
-
-
-def test_evicted_blocks_load_from_host_and_disk(make: Callable[..., _Replica]) -> None:
-    replica = make(host=5, disk=20)
-    first, *others = _PROMPTS[0], _PROMPTS[5], _PROMPTS[4]
-    assert replica.serve(first) == (0, 0)
-    for other in others:
-        assert replica.serve(other) == (0, 0)
-    assert replica.serve(first) == (0, 6)
-    assert replica.table.num_hits[Tier.HOST] + replica.table.num_hits[Tier.DISK] == 6
-    assert replica.table.num_hits[Tier.DISK] > 0
+def test_evicted_blocks_load_from_host_and_disk(tmp_path: Path) -> None:
+    replica = _Replica(tmp_path, host=5, disk=20)
+    for prompt in (_PROMPTS[0], _PROMPTS[5], _PROMPTS[4], [31, 32, 33, 34, 35, 36]):
+        assert replica.serve(prompt) == (0, 0)
+    assert replica.serve(_PROMPTS[0]) == (0, 6)
+    hits = replica.table.num_hits
+    assert hits[Tier.HOST] + hits[Tier.DISK] >= 6 and hits[Tier.DISK]
     replica.close()
 
 
-def test_evicted_states_load_from_host_and_disk(tmp_path: Path) -> None:
-    replica = _ReplicaWithStates(tmp_path, host=14, disk=40)
-    assert replica.layout.num_pieces == 4
-    first, *others = _PROMPTS[0], _PROMPTS[5], _PROMPTS[4], [31, 32, 33, 34, 35, 36]
-    assert replica.serve(first) == (0, 0)
-    for other in others:
-        assert replica.serve(other) == (0, 0)
-    assert replica.serve(first) == (6, 6)
-    replica.close()
+@pytest.mark.parametrize("tier", [Tier.HOST, Tier.DISK])
+@pytest.mark.parametrize("layout", [_WITH_STATES, _WITH_WINDOWS])
+def test_pieces_of_states_and_of_windows_return(layout: KVLayout, tier: Tier, tmp_path: Path) -> None:
+    answers: queue.SimpleQueue[tuple[int, LoadResult]] = queue.SimpleQueue()
+    rank = _Rank(layout, _NUM_BLOCKS, 0, {tier: 9}, tmp_path / "disk", answers)
+    blocks = [_NUM_BLOCKS + i for i in range(2 * layout.num_pieces)]
+    hashes = block_hashes(_ROOT, blocks, block_size=1)
+    rank.pool.copy_in(torch.cat([_content(one, 0)[:, : layout.place_bytes] for one in hashes]), blocks)
+    before = rank.pool.copy_out(blocks)
+    places = [*zip(blocks, range(len(blocks)), hashes, strict=True)]
+    rank.tiers.carry_out(TierOrders(saves=[Save(tier, *place) for place in places]))
+    if rank.disk:
+        assert rank.disk.wait_until_written(timeout_s=_WAIT_S)
+    rank.pool.copy_in(torch.zeros_like(before), blocks)
+    assert not rank.pool.copy_out(blocks).any()
+    sources = [LoadSource(tier, place, prefix_hash, block) for block, place, prefix_hash in places]
+    rank.tiers.start_loads(TierOrders(loads=[LoadOrder(1, sources)]))
+    assert answers.get(timeout=_WAIT_S)[1].num_blocks == len(blocks)
+    assert torch.equal(rank.pool.copy_out(blocks), before) and len(before.unique(dim=0)) == len(blocks)
+    rank.tiers.close()
 
 
-@pytest.mark.parametrize(("host", "disk"), [(60, 0), (12, 60), (0, 60)])
-def test_evicted_parts_load_from_host_and_disk(tmp_path: Path, host: int, disk: int) -> None:
-    """First only parts are evicted, so that blocks are copied on the device, then blocks, too."""
-    replica = _ReplicaWithWindows(tmp_path, host=host, disk=disk)
-    assert (replica.layout.num_pieces, replica.layout.cache.num_checkpoints) == (2, 2)
-    first = _PROMPTS[0]
-    assert replica.serve(first) == (0, 0)
-    replica.serve(_PROMPTS[4])
-    replica.settle()
-    hashes = block_hashes(_ROOT, first, block_size=1)
-    assert (replica.blocks.match(hashes), replica.blocks.match_reusable(hashes)) == (6, 0)
-    assert replica.serve(first) == (6, 2)
-    for other in (_PROMPTS[5], [31, 32, 33, 34, 35, 36]):
-        assert replica.serve(other)[1] == 0
-        replica.settle()
-    assert replica.serve(first) == (6, 6)
-    replica.close()
-
-
-def _swapped(self: Sources, prefix_hash: bytes, pieces: list[Any], index: int) -> list[Target]:
-    first, *others = _targets_of(self, prefix_hash, pieces, index)
-    return [Target(*first[:3], others[0].block), Target(*others[0][:3], first.block)]
-
-
-def _one_part_off(self: Sources, prefix_hash: bytes, pieces: list[Any], index: int) -> list[Target]:
-    return _targets_of(self, prefix_hash, pieces, index % (_NUM_PARTS - 1) + 1)
-
-
-def _late(self: RankTiers, orders: TierOrders) -> None:
-    """Carry out saves after the steps that follow them."""
-    late = self.__dict__.setdefault("late", [])
-    late.append(orders)
-    if len(late) > 3:
-        _carry_out(self, late.pop(0))
-
-
-_targets_of, _carry_out = Sources.targets_of, RankTiers.carry_out
-
-
-@pytest.mark.parametrize(
-    ("owner", "name", "fault"),
-    [(Sources, "targets_of", _swapped), (Sources, "targets_of", _one_part_off), (RankTiers, "carry_out", _late)],
-)
-def test_parts_with_other_content_are_noticed(
-    owner: object, name: str, fault: Callable[..., object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(owner, name, fault)
-    replica = _ReplicaWithWindows(tmp_path, host=60, disk=0)
-    with pytest.raises(AssertionError):
-        for prompt in [_PROMPTS[0], _PROMPTS[4], _PROMPTS[0], _PROMPTS[5], [31, 32, 33, 34, 35, 36], _PROMPTS[0]]:
-            replica.serve(prompt)
-    replica.close()
-
-
-def _table_with_checkpoint() -> tuple[TierTable[str], BlockManager, list[bytes]]:
-    """Return a table whose host tier has three blocks and the checkpoint after them, in two pieces."""
-    device, host = BlockManager(_NUM_BLOCKS, num_states=1), BlockAllocator(8)
-    table: TierTable[str] = TierTable(device, {Tier.HOST: host}, num_ranks=1, place_bytes=1, num_pieces=2)
+def _table_with_checkpoint(num_pieces: int = 2) -> tuple[TierTable[str], BlockManager, list[bytes]]:
+    """Return a table whose host tier has three blocks and the checkpoint after them, if the model has checkpoints."""
+    device, host = BlockManager(_NUM_BLOCKS, num_states=min(1, num_pieces)), BlockAllocator(8)
+    table: TierTable[str] = TierTable(device, {Tier.HOST: host}, num_ranks=1, place_bytes=1, num_pieces=num_pieces)
     hashes = block_hashes(_ROOT, [1, 2, 3], block_size=1)
-    pieces = [checkpoint_hash(hashes[-1], piece=i) for i in range(2)]
-    host.adopt(dict(enumerate([*hashes, *pieces])))
+    host.adopt(dict(enumerate([*hashes, *(checkpoint_hash(hashes[-1], piece=i) for i in range(num_pieces))])))
     return table, device, hashes
 
 
 def _begin(table: TierTable[str], device: BlockManager, hashes: list[bytes]) -> Load[str] | None:
     taken = device.allocate([], len(hashes))
-    assert taken and device.states
-    return table.begin("it", hashes, taken[0], expires_at=0.0, state=(hashes[-1], device.states.take()))
+    assert taken
+    state = (hashes[-1], device.states.take()) if device.states else None
+    return table.begin("it", hashes, taken[0], expires_at=0.0, state=state)
 
 
 @pytest.mark.parametrize("num_read", range(6))
@@ -592,14 +294,8 @@ def test_a_prefix_without_its_state_is_not_loaded(missing: int) -> None:
 @pytest.mark.parametrize("num_pieces", [0, 2])
 def test_slow_loads_are_measured_again_after_sixteen_others(num_pieces: int) -> None:
     """For a model without checkpoints, and for one with them."""
-    device, host = BlockManager(_NUM_BLOCKS, num_states=min(1, num_pieces)), BlockAllocator(8)
-    table: TierTable[str] = TierTable(device, {Tier.HOST: host}, num_ranks=1, place_bytes=1, num_pieces=num_pieces)
-    hashes = block_hashes(_ROOT, [1, 2, 3], block_size=1)
-    host.adopt(dict(enumerate([*hashes, *(checkpoint_hash(hashes[-1], piece=i) for i in range(num_pieces))])))
-    taken = device.allocate([], len(hashes))
-    assert taken
-    state = (hashes[-1], device.states.take()) if device.states else None
-    load = table.begin("it", hashes, taken[0], expires_at=0.0, state=state)
+    table, device, hashes = _table_with_checkpoint(num_pieces)
+    load = _begin(table, device, hashes)
     assert load
     num_read = len(load.order.sources)
     table.loaded(0, LoadResult(load.order.id, num_read, {Tier.HOST: num_read}, {Tier.HOST: float(num_read)}))
@@ -647,35 +343,22 @@ def test_a_checkpoint_is_not_saved_before_its_copy_is_made() -> None:
     assert [save.block for save in orders.saves] == [_NUM_BLOCKS + 2, _NUM_BLOCKS + 3], "pieces of the second slot"
 
 
-def test_later_process_serves_blocks_from_disk(make: Callable[..., _Replica]) -> None:
-    replica = make(host=0, disk=20)
+def test_later_process_serves_from_disk(tmp_path: Path) -> None:
+    replica = _Replica(tmp_path, host=0, disk=20)
     replica.serve(_PROMPTS[0])
     while replica.table.has_unsaved:
         replica.idle()
     replica.settle()
     replica.close()
-    replica = make(host=0, disk=20)
+    replica = _Replica(tmp_path, host=0, disk=20)
     replica.note()
     assert set(replica.known.values()) == {Tier.DISK}
     assert replica.serve(_PROMPTS[0]) == (0, 6)
     replica.close()
 
 
-def test_later_process_serves_parts_from_disk(tmp_path: Path) -> None:
-    replica = _ReplicaWithWindows(tmp_path, host=0, disk=40)
-    replica.serve(_PROMPTS[0])
-    while replica.table.has_unsaved:
-        replica.idle()
-    replica.settle()
-    replica.close()
-    replica = _ReplicaWithWindows(tmp_path, host=0, disk=40)
-    replica.note()
-    assert replica.serve(_PROMPTS[0]) == (6, 6)
-    replica.close()
-
-
-def test_block_lost_on_one_rank_is_a_miss(make: Callable[..., _Replica]) -> None:
-    replica = make(host=0, disk=20)
+def test_block_lost_on_one_rank_is_a_miss(tmp_path: Path) -> None:
+    replica = _Replica(tmp_path, host=0, disk=20)
     replica.serve(_PROMPTS[0])
     replica.serve([31, 32, 33, 34, 35, 36])
     replica.harm(1, lambda path: path.unlink())  # type: ignore[arg-type]

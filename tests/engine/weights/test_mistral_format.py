@@ -18,20 +18,12 @@ from transformers import PreTrainedModel
 from core.model import config as model_config
 from core.types.errors import SpecError
 from engine.quantization.write import quantize_checkpoint
-from tests.engine import gang
 from tests.engine.gang import StartGang
 from tests.engine.mistral_files import FP8, NVFP4, fp8, nvfp4, write_mistral
 from tests.engine.quantized_files import Quantised, fp8_channels
+from tests.engine.runner.test_parallel import check_ranks
 from tests.engine.steps import prompts, step
-from tests.engine.tiny_models import (
-    MISTRAL4,
-    YARN,
-    MakeModel,
-    MakeRunner,
-    random_model,
-    reference_logits,
-    tiny_config,
-)
+from tests.engine.tiny_models import MISTRAL4, YARN, MakeModel, MakeRunner, random_model, reference_logits, tiny_config
 
 _SCALED = YARN | {"llama_4_scaling_beta": 0.3}
 _UNSCALED = _SCALED | {"attention_factor": 1.0}
@@ -85,13 +77,7 @@ def test_few_bits_equal_transformers_on_the_same_numbers(
     family, quantise, how = QUANTIZED[name]
     model = _written(tmp_path, family, quantise=quantise, num_parts=3, **how)
     _equals(tmp_path, model, make_runner)
-    sequences = prompts(12, 40)
-    expected = [reference_logits(model, sequence) for sequence in sequences]
-    for rank in start_gang(2, gang.logits_in_three_steps, tmp_path, sequences, "float32"):
-        _, before, last = rank.result()
-        for i, logits in enumerate(expected):
-            torch.testing.assert_close(before[i], logits[-2], atol=1e-4, rtol=1e-4)
-            torch.testing.assert_close(last[i], logits[-1], atol=1e-4, rtol=1e-4)
+    check_ranks(start_gang, 2, tmp_path, model)
 
 
 def test_config_json_comes_first(tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path) -> None:

@@ -7,12 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from core.model.gguf_import import import_gguf
 from core.model.weight_formats import check_method
@@ -29,7 +27,7 @@ from engine.weights.open_checkpoint import open_checkpoint
 from engine.weights.quantized_weight import QuantizedWeight
 from tests.engine import quantized_files
 from tests.engine.gguf_files import write_model
-from tests.engine.quantized_files import FORMATS, awq, check_numbers, fp8_blocks, gptq, write_quantised
+from tests.engine.quantized_files import awq, check_numbers, gptq, write_quantised
 from tests.engine.steps import prompts, step
 from tests.engine.tiny_models import random_model, reference_logits, tiny_config
 from tests.support.grids import quick
@@ -42,40 +40,33 @@ def make_runner(directory: Path) -> ModelRunner:
     return ModelRunner(EngineConfig(model_dir=directory, dtype="float32", block_size=8, num_blocks=12))
 
 
-@pytest.mark.parametrize("kind", FORMATS)
-def test_logits_equal_the_dequantized_model(kind: str, tmp_path: Path) -> None:
-    model = random_model(tiny_config("llama", **SHAPE))
-    write_quantised(tmp_path, model, kind)
-    (tokens,) = prompts(30)
-    logits = step(make_runner(tmp_path), [tokens], [(0, 0, 30)])
-    torch.testing.assert_close(logits[0], reference_logits(model, tokens)[-1], atol=2e-4, rtol=1e-4)
+OWNED = sorted(path.stem for path in (Path(__file__).parent / "formats").glob("*.safetensors"))
 
 
-OWNED = sorted((Path(__file__).parent / "formats").glob("*.safetensors"))
-
-
-@pytest.mark.parametrize("path", OWNED, ids=lambda path: path.stem)
-def test_numbers_equal_the_formats_own_library(path: Path, tmp_path: Path) -> None:
-    """Packed and dequantized by the library that owns the format; see formats/make.py."""
+def recorded(stem: str) -> tuple[dict[str, torch.Tensor], torch.Tensor, dict[str, Any]]:
+    """Return the tensors of a file in formats/, their numbers, and the settings."""
+    path = Path(__file__).parent / "formats" / f"{stem}.safetensors"
     with safe_open(path, framework="pt") as file:
         config = json.loads(file.metadata()["quantization_config"])
     tensors = load_file(path)
-    check_numbers(tmp_path, tensors, tensors.pop("numbers"), config)
+    return tensors, tensors.pop("numbers"), config
+
+
+@pytest.mark.parametrize("stem", OWNED)
+def test_numbers_equal_the_formats_own_library(stem: str, tmp_path: Path) -> None:
+    """Packed and dequantized by the library that owns the format; see formats/make.py."""
+    check_numbers(tmp_path, *recorded(stem))
 
 
 @pytest.mark.parametrize("known", [{"weight_scale_method": "row"}, {"checkpoint_format": "float8_e4m3fn"}])
 def test_gptqmodels_fp8_divides_by_its_scales_by_default(known: dict[str, str], tmp_path: Path) -> None:
     """GPTQModel 7.7 loads its own files without `weight_scale_semantics` as inverse."""
-    tensors = load_file(Path(__file__).parent / "formats" / "gptqmodel_fp8.safetensors")
-    check_numbers(tmp_path, tensors, tensors.pop("numbers"), {"quant_method": "fp8", **known})
+    tensors, numbers, _ = recorded("gptqmodel_fp8")
+    check_numbers(tmp_path, tensors, numbers, {"quant_method": "fp8", **known})
 
 
 def test_early_name_of_the_settings(tmp_path: Path) -> None:
-    path = Path(__file__).parent / "formats" / "int4_pack.safetensors"
-    with safe_open(path, framework="pt") as file:
-        config = json.loads(file.metadata()["quantization_config"])
-    tensors = load_file(path)
-    check_numbers(tmp_path, tensors, tensors.pop("numbers"), config, key="compression_config")
+    check_numbers(tmp_path, *recorded("int4_pack"), key="compression_config")
 
 
 @pytest.mark.parametrize(
@@ -145,16 +136,10 @@ def _without_scale_columns(tensors: dict[str, torch.Tensor]) -> None:
 def test_contradictory_tensors_are_rejected(
     stem: str, change: Callable[[dict[str, torch.Tensor]], object], message: str, tmp_path: Path
 ) -> None:
-    path = Path(__file__).parent / "formats" / f"{stem}.safetensors"
-    with safe_open(path, framework="pt") as file:
-        config = json.loads(file.metadata()["quantization_config"])
-    tensors = load_file(path)
-    tensors.pop("numbers")
+    tensors, _, config = recorded(stem)
     change(tensors)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
     with pytest.raises(SpecError, match=message):
-        checkpoint = open_checkpoint(tmp_path)
+        checkpoint = write_checkpoint(tmp_path, tensors, config)
         checkpoint.read(next(name for name in checkpoint.shapes if name.endswith(".weight")))
 
 
@@ -165,10 +150,7 @@ def test_contradictory_tensors_are_rejected(
         ({"layer_quant_config": {"*.mlp.*": {"weight": {"dtype": "fp8_e4m3"}}, "*.self_attn.*": {}}}, ""),
         ({"global_quant_config": {"weight": {"dtype": "fp4", "scale_format": "float32"}}}, "weight fp4 float32 is not"),
         ({"layer_type_quant_config": {"Linear": {"weight": {"dtype": "fp6_e3m2"}}}}, "weight fp6_e3m2 is not"),
-        (
-            {"global_quant_config": {"weight": [{"dtype": "fp8_e4m3"}, {"dtype": "int4"}]}},
-            "weight in two stages",
-        ),
+        ({"global_quant_config": {"weight": [{"dtype": "fp8_e4m3"}, {"dtype": "int4"}]}}, "weight in two stages"),
         ({"layer_quant_config": "none"}, "layer_quant_config is 'none', and must hold objects"),
         ({"global_quant_config": ["fp4"]}, "global_quant_config is .*, and must hold objects"),
     ],
@@ -232,13 +214,9 @@ def test_odd_settings_are_rejected(config: object, message: str, tmp_path: Path)
 def test_settings_that_contradict_the_tensors_are_rejected(
     stem: str, settings: dict[str, object], message: str, tmp_path: Path
 ) -> None:
-    path = Path(__file__).parent / "formats" / f"{stem}.safetensors"
-    with safe_open(path, framework="pt") as file:
-        config = json.loads(file.metadata()["quantization_config"])
-    (tmp_path / "model.safetensors").write_bytes(path.read_bytes())
-    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config | settings}))
+    tensors, _, config = recorded(stem)
     with pytest.raises(SpecError, match=message):
-        open_checkpoint(tmp_path).read("w.weight")
+        write_checkpoint(tmp_path, tensors, config | settings).read("w.weight")
 
 
 def test_inverse_scales_may_be_powers_of_two(tmp_path: Path) -> None:
@@ -260,16 +238,10 @@ def test_settings_give_the_bits_of_narrow_matrices(num_inputs: int, tmp_path: Pa
 
 def test_fused_parts_keep_their_own_factors(tmp_path: Path) -> None:
     """One global scale for q, k and v would be wrong, and folding the others into e4m3 scales would round."""
-    path = next(path for path in OWNED if path.stem == "nvfp4")
-    with safe_open(path, framework="pt") as file:
-        config = json.loads(file.metadata()["quantization_config"])
-    stored = load_file(path)
-    stored.pop("numbers")
+    stored, _, config = recorded("nvfp4")
     tensors = {name.replace("w.", f"{part}."): value.clone() for name, value in stored.items() for part in "qk"}
     tensors["k.weight_global_scale"] *= 3
-    save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
-    checkpoint = open_checkpoint(tmp_path)
+    checkpoint = write_checkpoint(tmp_path, tensors, config)
     for rank in range(2):
         rows = (32 * rank, 32 * rank + 32)
         reader = ShardReader(checkpoint, TensorParallel(), torch.float32, CPU)
@@ -278,32 +250,10 @@ def test_fused_parts_keep_their_own_factors(tmp_path: Path) -> None:
     assert not torch.allclose(expected[:32], expected[32:])
 
 
-@pytest.mark.parametrize("kind", FORMATS)
-def test_slices_equal_the_whole(kind: str, tmp_path: Path) -> None:
-    """Sliced as for tensor parallelism, also inside a group or a pair of nibbles."""
-    write_quantised(tmp_path, random_model(tiny_config("llama", **SHAPE)), kind)
-    checkpoint, name = open_checkpoint(tmp_path), "model.layers.0.mlp.down_proj.weight"
-    whole = checkpoint.read(name)
-    assert whole.shape == (64, 96)
-    for rows, columns in [((5, 38), None), (None, (7, 50)), ((0, 32), (48, 96)), ((63, 64), (95, 96))]:
-        expected = whole[slice(*rows or (None,)), slice(*columns or (None,))]
-        assert torch.equal(checkpoint.read(name, rows=rows, columns=columns), expected)
-        kept = checkpoint.quantized(name, rows=rows, columns=columns)
-        assert kept is not None and kept.shape == tuple(expected.shape)
-        assert torch.equal(kept.rows(0, len(expected)), expected)
-
-
-def test_fp8_blocks_dequantize_as_in_transformers() -> None:
-    matrix = torch.randn(64, 96, generator=torch.Generator().manual_seed(0))
-    parts, numbers = fp8_blocks(matrix)
-    theirs = Fp8Dequantize(None)._dequantize_one(parts["weight"], parts["weight_scale_inv"])
-    torch.testing.assert_close(theirs.float(), numbers)
-
-
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
 def test_gguf_without_kernels_is_widened_and_named(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = random_model(tiny_config("llama", **SHAPE))
-    write_model(tmp_path / "m.gguf", model, quantized=gguf.GGMLQuantizationType[kind])
+    write_model(tmp_path / "m.gguf", model, quantized=kind)
     import_gguf(tmp_path / "m.gguf", tmp_path)
     (tokens,) = prompts(30)
     logits = step(make_runner(tmp_path), [tokens], [(0, 0, 30)])
@@ -343,7 +293,11 @@ def test_mismatched_groups_are_rejected(tmp_path: Path, wrong: dict[str, torch.T
 
 
 def write_matrix(directory: Path, parts: dict[str, torch.Tensor], description: object) -> Checkpoint:
-    save_file({f"w.{suffix}": part.contiguous() for suffix, part in parts.items()}, directory / "model.safetensors")
+    return write_checkpoint(directory, {f"w.{suffix}": part for suffix, part in parts.items()}, description)
+
+
+def write_checkpoint(directory: Path, tensors: dict[str, torch.Tensor], description: object) -> Checkpoint:
+    save_file({name: part.contiguous() for name, part in tensors.items()}, directory / "model.safetensors")
     (directory / "config.json").write_text(json.dumps({"quantization_config": description}))
     return open_checkpoint(directory)
 

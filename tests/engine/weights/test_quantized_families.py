@@ -25,7 +25,6 @@ from engine.quantization.calibration import inputs_of
 from engine.quantization.write import by_stored_name, quantize_checkpoint
 from engine.runner.runner import ModelRunner
 from engine.weights.open_checkpoint import open_checkpoint, open_model
-from tests.engine import gang
 from tests.engine.gang import StartGang
 from tests.engine.quantized_files import (
     BLOCK,
@@ -40,6 +39,7 @@ from tests.engine.quantized_files import (
     mxfp4_blocks,
     nf4,
 )
+from tests.engine.runner.test_parallel import check_ranks
 from tests.engine.steps import prompts, step
 from tests.engine.tiny_models import (
     DEEPSEEK_V3,
@@ -151,14 +151,7 @@ def test_logits_equal_the_dequantized_model(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["gpt-oss MXFP4", "Phi-3 FP8 tensor", "Phi-3 NF4", "Llama 4 FP8"])
 def test_ranks_share_the_stored_tensors(name: str, tmp_path: Path, start_gang: StartGang) -> None:
-    into, model = write(tmp_path, CASES[name])
-    sequences = prompts(30, 9)
-    expected = [reference_logits(model, tokens) for tokens in sequences]
-    for rank in start_gang(2, gang.logits_in_three_steps, into, sequences, "float32"):
-        _, prompt_logits, token_logits = rank.result(60)
-        for found, at in ((prompt_logits, -2), (token_logits, -1)):
-            wanted = torch.stack([logits[at] for logits in expected])
-            torch.testing.assert_close(found, wanted, atol=1e-3, rtol=1e-3)
+    check_ranks(start_gang, 2, *write(tmp_path, CASES[name]), tolerance=1e-3)
 
 
 @pytest.mark.parametrize("name", ["gpt-oss MXFP4", "Gemma 3 INT4"])

@@ -1,19 +1,23 @@
-"""Tensors that a family's files store fused, stacked or under other names: wrong ones are refused by name."""
+"""Tensors that files store fused, stacked, under other names, or as a part of a larger model."""
 
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from core.model import config as model_config
 from core.types.errors import SpecError
 from engine.weights.open_checkpoint import open_model
+from tests.engine.model.test_models import FAMILIES
+from tests.engine.steps import prompts, step
+from tests.engine.tiny_models import MakeModel, MakeRunner
 
 _SIZES: dict[str, Any] = {
     "hidden_size": 8,
@@ -43,11 +47,7 @@ def write(directory: Path, family: dict[str, Any], tensors: dict[str, Tensor]) -
 @pytest.mark.parametrize(
     ("family", "tensors", "complaint"),
     [
-        (
-            _GPT_OSS,
-            {f"{_EXPERTS}gate_up_proj": (2, 8, 8)},
-            "is (2, 8, 8): 2 experts, but config.json has 3",
-        ),
+        (_GPT_OSS, {f"{_EXPERTS}gate_up_proj": (2, 8, 8)}, "is (2, 8, 8): 2 experts, but config.json has 3"),
         (_GPT_OSS, {f"{_EXPERTS}gate_up_proj": (1 << 40, 0, 8)}, "1099511627776 experts, but config.json has 3"),
         (_GPT_OSS, {f"{_EXPERTS}gate_up_proj": (3, 8, 7)}, "gate_up_proj has 7 rows, and must have an even number"),
         (_GPT_OSS, {f"{_EXPERTS}gate_up_proj": (3,)}, "gate_up_proj is (3,), and must have 3 dimensions"),
@@ -118,3 +118,60 @@ def test_layers_past_the_last_keep_the_shape_of_the_last(tmp_path: Path) -> None
     checkpoint = open_model(tmp_path, model_config.load(tmp_path))
     read = [checkpoint.read(f"model.layers.{i}.self_attn.q_proj.weight") for i in (0, 7)]
     assert torch.equal(read[0], weight[[0, 2, 1, 3, 4, 6, 5, 7]]) and torch.equal(*read)
+
+
+# Prefixes of published files: of the model's body and of its head.
+_OUTER = ("language_model.model.", "language_model.lm_head.")
+_INNER = ("model.language_model.", "lm_head.")
+# By the larger model's architecture: the text model's family and type, the prefixes, and the other parts.
+_WHOLE: dict[str, tuple[str, str, tuple[str, str], tuple[str, ...]]] = {
+    "Gemma3ForConditionalGeneration": ("gemma3", "gemma3_text", _OUTER, ("vision_tower", "multi_modal_projector")),
+    "Gemma4ForConditionalGeneration": (
+        *("gemma4", "gemma4_text", _INNER),
+        ("model.vision_tower", "model.audio_tower", "model.embed_vision", "model.embed_audio"),
+    ),
+    "Mistral3ForConditionalGeneration": ("mistral", "mistral", _OUTER, ("vision_tower", "multi_modal_projector")),
+    "Mistral3ForConditionalGeneration of Ministral": (
+        *("ministral3", "ministral3", _INNER),
+        ("model.vision_tower", "model.multi_modal_projector"),
+    ),
+    "Llama4ForConditionalGeneration": ("llama4", "llama4_text", _OUTER, ("vision_model", "multi_modal_projector")),
+    "Qwen3VLForConditionalGeneration": ("qwen3", "qwen3_vl_text", _INNER, ("model.visual",)),
+    "Qwen3VLMoeForConditionalGeneration": ("qwen3_moe", "qwen3_vl_moe_text", _INNER, ("model.visual",)),
+    "Qwen3_5ForConditionalGeneration": ("qwen3_5", "qwen3_5_text", _INNER, ("model.visual",)),
+    "Qwen3_5MoeForConditionalGeneration": ("qwen3_5_moe", "qwen3_5_moe_text", _INNER, ("model.visual",)),
+    "KimiK25ForConditionalGeneration": ("deepseek_v3", "kimi_k2", _OUTER, ("vision_tower", "mm_projector")),
+    "Glm4vMoeForConditionalGeneration": ("glm4_moe", "glm4v_moe_text", _INNER, ("model.visual",)),
+}
+
+
+def _embed(text_dir: Path, whole_dir: Path, case: str) -> None:
+    """Write a text model's files as a part of a larger model's."""
+    _, kind, (body, head), towers = _WHOLE[case]
+    text = json.loads((text_dir / "config.json").read_text()) | {"model_type": kind}
+    whole: dict[str, Any] = {name: text.pop(name, None) for name in ("dtype", "eos_token_id", "tie_word_embeddings")}
+    whole |= {"architectures": [case.partition(" ")[0]], "text_config": text, "vision_config": {"hidden_size": 8}}
+    (whole_dir / "config.json").write_text(json.dumps(whole))
+    tensors = {f"{tower}.blocks.0.weight": torch.ones(3, 5) for tower in towers}
+    for name, tensor in load_file(text_dir / "model.safetensors").items():
+        new = body + name.removeprefix("model.") if name.startswith("model.") else head + name.removeprefix("lm_head.")
+        tensors[new] = tensor
+    save_file(tensors, whole_dir / "model.safetensors")
+
+
+@pytest.mark.parametrize("case", _WHOLE)
+def test_a_text_part_equals_the_model_alone(
+    case: str, tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    family, _, _, towers = _WHOLE[case]
+    architecture, changes = FAMILIES[family]
+    directory, _ = tiny_model(architecture, **changes)
+    _embed(directory, tmp_path, case)
+    with caplog.at_level(logging.INFO, logger="engine.weights.renamed_checkpoint"):
+        runner = make_runner(tmp_path)
+    [record] = [record for record in caplog.records if "text model only" in record.message]
+    assert f"{len(towers)} tensors of {', '.join(sorted(towers))} are not read" in record.message
+    sequences = prompts(20, 9)
+    spans = [(i, 0, len(sequence)) for i, sequence in enumerate(sequences)]
+    alone = step(make_runner(directory), sequences, spans)
+    torch.testing.assert_close(step(runner, sequences, spans), alone, atol=1e-5, rtol=1e-5)

@@ -4,24 +4,16 @@ from __future__ import annotations
 
 from itertools import product
 
-import numpy as np
 import pytest
 import torch
 
 from engine.kernels.attention.absorb_queries import launch_absorb_queries
-from engine.kernels.attention.attention_rule import AttentionRule
-from engine.kernels.attention.dense_prefill import launch_dense_prefill_attention
 from engine.kernels.attention.kv_splits import share_out
 from engine.kernels.attention.latent_attention import launch_latent_decode_attention
-from engine.kernels.attention.queries import QueryTiles
 from engine.kernels.attention.store_latents import launch_store_latents
 from engine.kernels.quant.row_quantization import dequantize_rows, quantize_rows
 from tests.engine.kernels.pools import DEVICE, DTYPES, EIGHT_BITS, random
-from tests.support.attention_references import (
-    reference_absorb_queries,
-    reference_dense_prefill_attention,
-    reference_latent_decode_attention,
-)
+from tests.support.attention_references import reference_absorb_queries, reference_latent_decode_attention
 from tests.support.grids import quick
 
 pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
@@ -76,37 +68,6 @@ def test_decode_rows_of_any_length(
     if kind == "wide":
         expected = value[0] @ first[:latent_dim]
         torch.testing.assert_close(got[0, 0], expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-
-
-# NumPy warns about keys that are masked after the product.
-@pytest.mark.filterwarnings("ignore:invalid value")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("nope", "rope", "value"), quick([(12, 8, 10), (32, 16, 16), (64, 32, 64)], [(12, 8, 10)]))
-def test_prompts_equal_reference(nope: int, rope: int, value: int, dtype: torch.dtype) -> None:
-    # A whole prompt of two tiles, and chunks after a prefix.
-    contexts, lengths = [135, 70, 3], [135, 40, 2]
-    # Tokens 0, 176 and 177 belong to other rows.
-    begins, firsts = np.array([1, 136, 178]), [0, 144, 216]
-    q = random(180, 3, nope + rope, dtype=dtype)
-    k, keys, v = (random(220, *shape, dtype=dtype, seed=i) for i, shape in enumerate([(3, nope), (rope,), (3, value)]))
-    for numbers in (k, keys, v):
-        # Garbage after a row's last key.
-        numbers[[135, 143, 214, 219]] = torch.inf
-    outs = [torch.full((180, 3, value), 7.0, dtype=dtype, device=DEVICE) for _ in range(2)]
-    for attend, out in zip((launch_dense_prefill_attention, reference_dense_prefill_attention), outs, strict=True):
-        attend(
-            q,
-            k,
-            keys,
-            v,
-            tiles=QueryTiles.of(begins, np.array(lengths), np.array(contexts), DEVICE),
-            firsts_R=torch.tensor(firsts, dtype=torch.int32, device=DEVICE),
-            contexts_R=torch.tensor(contexts, dtype=torch.int32, device=DEVICE),
-            rule=AttentionRule(scale=0.2),
-            out_THW=out,
-        )
-    torch.testing.assert_close(*outs, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-    assert (outs[0][[0, 176, 177]] == 7.0).all(), "tokens of other rows were written"
 
 
 @pytest.mark.parametrize("kind", ["wide", *EIGHT_BITS])

@@ -20,12 +20,7 @@ QWEN3 = ChoiceRule(num_choices=8, normalizes_weights=True)
 QWEN2 = ChoiceRule(num_choices=4, normalizes_weights=False, num_shared=4, weighs_shared=True)
 V2 = ChoiceRule(num_choices=6, num_groups=8, num_groups_per_token=3, normalizes_weights=False, num_shared=2)
 V3 = ChoiceRule(
-    num_choices=8,
-    num_groups=8,
-    num_groups_per_token=4,
-    scores="sigmoid",
-    normalizes_weights=True,
-    weight_scale=2.5,
+    num_choices=8, num_groups=8, num_groups_per_token=4, scores="sigmoid", normalizes_weights=True, weight_scale=2.5
 )
 ALL = ChoiceRule(num_choices=2, normalizes_weights=True, num_shared=1)
 CASES = [(QWEN3, 128, False), (QWEN2, 60, False), (V2, 160, False), (replace(V3, num_shared=1), 256, True)]

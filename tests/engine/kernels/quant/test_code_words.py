@@ -25,8 +25,8 @@ from engine.kernels.quant.code_words import (
     widen,
 )
 from engine.weights.quantized_weight import E2M1_LEVELS
+from tests.engine.kernels.interpreter import inline_ptx
 from tests.engine.kernels.pools import DEVICE
-from tests.engine.kernels.ptx import inline_ptx
 from tests.support.grids import quick
 
 pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []

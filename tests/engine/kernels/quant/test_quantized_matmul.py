@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,80 +11,33 @@ import pytest
 import torch
 from torch import Tensor
 
-from core.model.gguf_file import GGML_TYPES
 from engine.cpu.autotune import FP8, MeasuredWays, Ways
 from engine.kernels.gated_mul import GatedActivation
 from engine.kernels.moe.expert_tiles import launch_sort_into_tiles
 from engine.kernels.moe.fused_experts import launch_coded_experts
 from engine.kernels.quant import quantized_matmul
 from engine.kernels.quant.code_panels import CodePanels
-from engine.kernels.quant.quantized_matmul import (
-    launch_coded_product,
-    launch_widen,
-    new_counters,
-)
+from engine.kernels.quant.int8_matmul import launch_int8_product, launch_quantize_inputs
+from engine.kernels.quant.quantized_matmul import launch_coded_product, launch_widen, new_counters
 from engine.layers.code_parts import panels_of, rows_of
 from engine.layers.layers import TorchMatrix
-from engine.layers.low_bit_matrix import CodedMatrix
-from engine.weights.quantized_weight import E2M1_LEVELS, GGMLWeight, GroupedWeight, QuantizedWeight, pack_4_bits
-from tests.engine.kernels.moe.test_fused_experts import biases, choices
+from engine.layers.low_bit_matrix import CodedMatrix, Int8Matrix
+from engine.sampling.sampler import numbers_of
+from engine.weights.quantized_weight import GGMLWeight, GroupedWeight, QuantizedWeight
+from tests.engine.coded_weights import GROUPED, OF_GGUF, random_weight, shape_of
+from tests.engine.kernels.interpreter import count_reads
+from tests.engine.kernels.moe.test_moe import biases, choices
 from tests.engine.kernels.pools import DEVICE, DTYPES, random
-from tests.engine.kernels.read_bytes import count_reads
 from tests.support.grids import quick
 from tests.support.product_references import (
-    numbers_of,
     reference_coded_experts,
     reference_coded_product,
+    reference_int8_product,
     reference_quantize_inputs,
 )
 
 pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
 
-OF_GGUF = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
-# Offsets of the half-precision scales in a block.
-HALVES_AT = {"Q4_0": (0,), "Q5_0": (0,), "Q8_0": (0,), "Q4_1": (0, 2), "Q5_1": (0, 2)}
-HALVES_AT |= {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
-# Numbers of NF4, Dettmers et al. 2023, arXiv:2305.14314, appendix E.
-NF4 = (-1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.09105004, 0.0)
-NF4 += (0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0)
-
-
-@dataclass(frozen=True)
-class Grouped:
-    """Format of a GroupedWeight. size: inputs per group; None: all. zeros: None, "whole" or "broken" numbers."""
-
-    codes: torch.dtype | None
-    size: int | None
-    scales: torch.dtype = torch.float32
-    zeros: str | None = None
-    levels: tuple[float, ...] | None = None
-    has_factors: bool = False
-    in_order: bool = True
-
-
-GROUPED = {
-    "fp8 channels": Grouped(torch.float8_e4m3fn, None),
-    "fp8 blocks": Grouped(torch.float8_e4m3fn, 128),
-    "fp8 blocks of powers": Grouped(torch.float8_e4m3fn, 128, torch.float8_e8m0fnu),
-    "mxfp8": Grouped(torch.float8_e4m3fn, 32, torch.float8_e8m0fnu),
-    "int8 channels": Grouped(torch.int8, None, torch.bfloat16),
-    "int8 groups": Grouped(torch.int8, 32, torch.float16),
-    "int8 with zeros": Grouped(torch.uint8, 64, torch.bfloat16, zeros="whole"),
-    "int8 channels with zeros": Grouped(torch.int8, None, torch.float16, zeros="whole"),
-    "nvfp4": Grouped(None, 16, torch.float8_e4m3fn, levels=E2M1_LEVELS, has_factors=True),
-    "mxfp4": Grouped(None, 32, torch.float8_e8m0fnu, levels=E2M1_LEVELS),
-    "nf4": Grouped(None, 64, levels=NF4),
-    "int4 channels": Grouped(None, None, torch.bfloat16),
-    "int4 in groups of 32": Grouped(None, 32, torch.bfloat16),
-    "groups of 16": Grouped(None, 16, torch.float16, zeros="whole"),
-    "groups of 64": Grouped(None, 64, torch.bfloat16, zeros="whole"),
-    "groups of 128": Grouped(None, 128, torch.float16, zeros="whole"),
-    "groups of 256": Grouped(None, 256, torch.float16, zeros="whole"),
-    "one group": Grouped(None, None, torch.float16, zeros="whole"),
-    "broken zeros": Grouped(None, 128, torch.float16, zeros="broken"),
-    "groups in any order": Grouped(None, 32, torch.float16, zeros="whole", in_order=False),
-    "nf4 in any order": Grouped(None, 32, levels=NF4, in_order=False),
-}
 FORMATS = [*OF_GGUF, *GROUPED]
 # One of each kind of code, scale, zero and order.
 _VARIED = (
@@ -104,47 +57,6 @@ _VARIED += ("int4 channels", "groups of 16", "broken zeros", "groups in any orde
 _FEW = ("Q4_K", "fp8 blocks", "int8 groups", "nvfp4", "nf4", "broken zeros")
 # Relative to the norm.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-
-
-def random_weight(name: str, num_outputs: int, num_inputs: int, *, seed: int = 0) -> QuantizedWeight:
-    """Return a matrix with uniformly random codes, so that every bit matters; numbers of about one."""
-    generator = torch.Generator().manual_seed(seed)
-    if name in OF_GGUF:
-        kind = next(kind for kind in GGML_TYPES.values() if kind.name == name)
-        blocks = torch.randint(0, 256, (num_outputs, num_inputs // kind.block, kind.num_bytes), generator=generator)
-        blocks = blocks.to(torch.uint8)
-        for at in HALVES_AT[name]:
-            halves = (torch.rand(blocks.shape[:2], generator=generator) / 50).half()
-            blocks[..., at : at + 2] = halves.unsqueeze(-1).view(torch.uint8)
-        return GGMLWeight(blocks.flatten(1), kind)
-    form = GROUPED[name]
-    group_I = torch.arange(num_inputs) // (form.size or num_inputs)
-    num_groups = int(group_I[-1]) + 1
-    scales = torch.rand(num_outputs, num_groups, generator=generator) / 8 + 0.0625
-    scales = scales.to(form.scales)
-    if not form.in_order:
-        group_I = group_I[torch.randperm(num_inputs, generator=generator)]
-    factors = torch.rand(num_outputs, generator=generator) + 0.5 if form.has_factors else None
-    if form.codes == torch.float8_e4m3fn:
-        codes = torch.randn(num_outputs, num_inputs, generator=generator)
-        return GroupedWeight(codes.to(form.codes), scales, None, group_I)
-    bits, least = 4 if form.codes is None else 8, -128 if form.codes == torch.int8 else 0
-    codes = torch.randint(least, least + (1 << bits), (num_outputs, num_inputs), generator=generator)
-    zeros = torch.randint(least, least + (1 << bits) + 1, scales.shape, generator=generator).float()
-    if form.zeros is None:
-        zeros.fill_(least + (1 << bits - 1))
-    elif form.zeros == "broken":
-        zeros += 0.25
-    if form.codes is not None:
-        return GroupedWeight(codes.to(form.codes), scales, None if not form.zeros and least else zeros, group_I)
-    levels = None if form.levels is None else torch.tensor(form.levels)
-    return GroupedWeight(
-        pack_4_bits(codes), scales, zeros if levels is None else None, group_I, levels=levels, factors_O=factors
-    )
-
-
-def shape_of(name: str, num_outputs: int, num_inputs: int) -> tuple[int, int]:
-    return num_outputs, num_inputs if not name.endswith("_K") else -(-num_inputs // 256) * 256
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -362,3 +274,61 @@ def launched(x: Tensor, panels: CodePanels, *, splits: int | None = None) -> Ten
     got = launch_coded_product(x, panels, counters, splits=splits)
     assert not counters.any(), "counters must be reset"
     return got.double()
+
+
+@pytest.mark.parametrize("codes_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_row_quantization_equals_reference(dtype: torch.dtype, codes_dtype: torch.dtype) -> None:
+    x = random(5, 200, dtype=dtype)
+    x[3] = 0
+    codes, scales = launch_quantize_inputs(x, codes_dtype)
+    expected, expected_scales = reference_quantize_inputs(x, codes_dtype)
+    assert torch.equal(codes.float(), expected.float()) and codes.shape == (5, 256)
+    torch.testing.assert_close(scales, expected_scales, atol=0, rtol=1e-6)
+
+
+def test_nan_and_inf_propagate() -> None:
+    """Otherwise invalid logits would go unnoticed."""
+    x, counters = random(3, 200), torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    x[1, 150] = float("nan")
+    got = launch_int8_product(x, *reference_quantize_inputs(random(70, 200, seed=1)), counters)
+    assert got.isfinite().all(dim=1).tolist() == [True, False, True]
+    assert not got[1].isfinite().any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("num_rows", "num_outputs", "num_inputs"), [(1, 70, 300), (17, 130, 128), (70, 40, 65)])
+def test_products_are_exact(num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> None:
+    x, weight = random(num_rows, num_inputs, dtype=dtype), random(num_outputs, num_inputs, seed=1)
+    bias, residual = random(num_outputs, dtype=dtype, seed=2), random(num_rows, num_outputs, dtype=dtype, seed=3)
+    codes, scales = reference_quantize_inputs(weight)
+    counters = torch.zeros(-(-num_outputs // 64), dtype=torch.int32, device=DEVICE)
+    for extras in ({}, {"bias_O": bias, "residual_TO": residual}):
+        got = launch_int8_product(x, codes, scales, counters, **extras)
+        expected = reference_int8_product(x, codes, scales, counters, **extras)
+        bound = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
+        torch.testing.assert_close(got, expected, atol=10 * bound, rtol=bound)
+    assert not counters.any(), "counters must be reset"
+
+
+def test_stored_codes_are_multiplied_as_the_format_asks() -> None:
+    """W8A8: weights of two projections, with activations quantized per row."""
+    shapes = {"q": 70, "k": 30}
+    weights = [
+        GroupedWeight(
+            (random(outputs, 200, seed=outputs) * 30).to(torch.int8),
+            (random(outputs, 1, seed=1).abs() + 0.1).bfloat16(),
+            None,
+            torch.zeros(200, dtype=torch.int64),
+            activations=torch.int8,
+        )
+        for outputs in shapes.values()
+    ]
+    matrix = Int8Matrix.as_stored(weights, DEVICE)
+    assert matrix is not None
+    x = random(3, 200)
+    codes, scales = reference_quantize_inputs(x)
+    numbers = torch.cat([weight.rows(0, weight.shape[0]) for weight in weights]).to(DEVICE)
+    expected = (codes[:, :200].float() * scales[:, None]) @ numbers.T
+    torch.testing.assert_close(matrix.multiply(x), expected, rtol=1e-5, atol=1e-3)
+    assert Int8Matrix.as_stored([weights[0], replace(weights[1], activations=None)], DEVICE) is None

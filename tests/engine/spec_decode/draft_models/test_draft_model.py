@@ -9,12 +9,13 @@ import pytest
 
 from core.types.request import Sampling
 from engine.config import EngineConfig
-from engine.runner.decode_graphs import Step, graph_sizes
+from engine.runner.decode_graphs import graph_sizes
 from engine.runner.runner import ModelRunner
 from engine.scheduler.sequence import Sequence
 from engine.spec_decode.draft_models.draft_model import DraftModel, bytes_of
 from engine.spec_decode.draft_models.draft_tables import DraftTables
 from tests.engine.asked import Asked, answers, sequence_of
+from tests.engine.fake_capture import FakeReplays
 from tests.engine.spec_decode import proposers
 from tests.engine.steps import VOCAB_SIZE, prompts
 from tests.engine.tiny_models import MakeModel, MakeRunner
@@ -41,11 +42,7 @@ def recorded(tiny_model: MakeModel) -> ModelRunner:
         model_dir=tiny_model("llama")[0], dtype="float32", block_size=_SIZE, num_blocks=96, recorded_rows=8
     )
 
-    def capture(step: Step) -> Step:
-        step()
-        return step
-
-    return ModelRunner(config, capture=capture)
+    return ModelRunner(config, capture=FakeReplays())
 
 
 def _draft(runner: ModelRunner) -> DraftModel:

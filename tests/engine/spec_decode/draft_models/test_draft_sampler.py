@@ -1,19 +1,33 @@
-"""DraftSampler: draft tokens equal the model's samples, and acceptance rates match the theory."""
+"""Draft tokens: from logits, against sums in fp64; equal to the model's samples; acceptance rates match the theory."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence as Seq
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
 from torch import Tensor
 
 from core.types.request import Sampling
-from engine.sampling.sampler import sample
+from engine.sampling.params import SamplingRow
+from engine.sampling.sampler import sample, uniform
 from engine.scheduler.sequence import Sequence
-from engine.spec_decode.draft_models.draft_sampler import NUM_DEGREES, DraftSampler
+from engine.spec_decode.draft_models import draft_sampler
+from engine.spec_decode.draft_models.draft_sampler import (
+    DRAWN,
+    GREEDY,
+    LIKELIEST,
+    NUM_DEGREES,
+    DraftSampler,
+    Draws,
+    draw_drafts,
+)
 from tests.engine.asked import Asked, sequence_of
-from tests.engine.chi_square import chi_square
 
 _DRAWS = 10_000
 _VOCAB = 40
@@ -35,6 +49,18 @@ def _shares(logits_V: Tensor, temperature: float) -> Tensor:
     return (logits_V.double() / temperature).softmax(-1)
 
 
+def _chi_square(ids: list[int], shares_V: Tensor) -> float:
+    """Return the statistic in standard deviations (Wilson and Hilferty 1931). Rare tokens are pooled."""
+    counts_V = torch.bincount(torch.tensor(ids), minlength=len(shares_V)).double()
+    is_rare = shares_V * len(ids) < 10
+    expected = torch.cat([shares_V[~is_rare], shares_V[is_rare].sum()[None]]) * len(ids)
+    found = torch.cat([counts_V[~is_rare], counts_V[is_rare].sum()[None]])
+    freedom = len(expected) - 1
+    statistic = float(((found - expected) ** 2 / expected.clamp_min(1e-9)).sum())
+    spread = 2 / (9 * freedom)
+    return ((statistic / freedom) ** (1 / 3) - (1 - spread)) / math.sqrt(spread)
+
+
 @pytest.mark.parametrize(("temperature", "place"), [(0.7, 0), (1.0, 2)])
 def test_acceptance_matches_theory(temperature: float, place: int) -> None:
     target_V, draft_V = _logits()
@@ -44,9 +70,9 @@ def test_acceptance_matches_theory(temperature: float, place: int) -> None:
     rows = [sequence.sampling_row.behind(place) for sequence in sequences]
     chosen = [one[0] for one in sample(target_V.repeat(_DRAWS, 1), rows).wait() if one]
     p_V, q_V = _shares(target_V, temperature), _shares(draft_V, temperature)
-    assert chi_square(chosen, p_V) < 4, "sampled tokens must follow the target's distribution"
-    assert chi_square(drafted, q_V) < 4
-    assert chi_square(drafted, p_V) > 6, "the test must distinguish the distributions"
+    assert _chi_square(chosen, p_V) < 4, "sampled tokens must follow the target's distribution"
+    assert _chi_square(drafted, q_V) < 4
+    assert _chi_square(drafted, p_V) > 6, "the test must distinguish the distributions"
     # Tokens are equal if the number falls into the intervals of both.
     ends_p, ends_q = p_V.cumsum(0), q_V.cumsum(0)
     both = torch.minimum(ends_p, ends_q) - torch.maximum(ends_p - p_V, ends_q - q_V)
@@ -103,3 +129,127 @@ def test_sampler_learns_sampled_or_likeliest(sureness: float, expected: str) -> 
             assert token
             sequence.tokens.append(token[0])
     assert set(kinds) == {expected}
+
+
+# R rows, V vocabulary
+
+_SIZES = [2, 15, 16, 17, 33, 64, 65, 4928, 49_152]
+# Distance in the distribution at which fp32 may choose the neighbour.
+_NEAR = 1e-5
+
+
+@pytest.fixture(params=["kernel", "torch"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "torch":
+        monkeypatch.setattr(draft_sampler, "open_copies", lambda _: None)
+    return str(request.param)
+
+
+def _row(temperature: float, seed: int = 0, **filters: float) -> SamplingRow:
+    sampling = Sampling(temperature=temperature, seed=seed, max_tokens=9, **filters)  # type: ignore[arg-type]
+    return SamplingRow(sampling=sampling, seed=seed, tokens=[1, 2, 3], num_prompt_tokens=3)
+
+
+def _greedy(logits_RV: Tensor) -> Draws:
+    rows = [_row(0.0)] * len(logits_RV)
+    return draw_drafts(logits_RV, rows, [GREEDY] * len(rows))
+
+
+def _exact_shares(logits_V: Tensor, temperature: float) -> NDArray[np.float64]:
+    return np.asarray((logits_V.double() / temperature).softmax(-1).numpy())
+
+
+def _check_drawn(logits_V: Tensor, row: SamplingRow, kind: int, tokens: Seq[int], share: float) -> None:
+    likeliest, drawn, drafted = tokens
+    temperature, number = row.sampling.temperature, uniform(row.seed, row.position)
+    shares_V = _exact_shares(logits_V, temperature)
+    ends_V = shares_V.cumsum()
+    assert shares_V[likeliest] >= shares_V.max() * (1 - _NEAR)
+    assert ends_V[drawn] - shares_V[drawn] - _NEAR <= number <= ends_V[drawn] + _NEAR and shares_V[drawn] > 0
+    assert drafted == (likeliest if kind == LIKELIEST else drawn)
+    assert share == pytest.approx(shares_V[drafted], abs=_NEAR, rel=1e-3)
+
+
+@pytest.mark.parametrize("temperature", [0.05, 0.7, 1.0, 5.0])
+@pytest.mark.parametrize("size", _SIZES)
+def test_sampled_rows_get_drawn_token(size: int, temperature: float, way: str) -> None:
+    generator = torch.Generator().manual_seed(size)
+    logits_RV = 3 * torch.randn(24, size, generator=generator)
+    logits_RV[1, 1:] -= 50
+    logits_RV[2, : size // 2] = -math.inf
+    rows, kinds = [_row(temperature, seed) for seed in range(24)], [DRAWN, LIKELIEST] * 12
+    found = draw_drafts(logits_RV.clone(), rows, kinds)
+    for each in zip(logits_RV, rows, kinds, found.tokens_R3.tolist(), found.shares_R.tolist(), strict=True):
+        _check_drawn(*each)
+
+
+@given(
+    values=st.lists(st.sampled_from([-math.inf, -90.0, -2.0, 0.0, 1.5, 40.0]), min_size=2, max_size=150),
+    seed=st.integers(0, 9999),
+    temperature=st.sampled_from([1e-30, 0.3, 1.0, 50.0]),
+    kind=st.sampled_from([DRAWN, LIKELIEST]),
+)
+def test_draws_of_arbitrary_distributions(values: list[float], seed: int, temperature: float, kind: int) -> None:
+    assume(max(values) > -math.inf)
+    row, logits_V = _row(temperature, seed), torch.tensor(values)
+    found = draw_drafts(logits_V[None].clone(), [row], [kind])
+    _check_drawn(logits_V, row, kind, found.tokens_R3[0].tolist(), found.shares_R[0].tolist())
+
+
+def test_filters_apply_to_draft_tokens(way: str) -> None:
+    logits_RV = torch.randn(60, 500, generator=torch.Generator().manual_seed(3))
+    filters: list[dict[str, float]] = [{"top_k": 3}, {"top_p": 0.3}, {"min_p": 0.5}, {}]
+    rows = [_row(1.0, seed, **filters[seed % 4]) for seed in range(60)]
+    found = draw_drafts(logits_RV.clone(), rows, [DRAWN] * 60)
+    drawn = [one[0] for one in sample(logits_RV.clone(), rows).wait() if one]
+    assert found.tokens_R3[:, 1].tolist() == found.tokens_R3[:, 2].tolist() == drawn
+
+
+def test_greedy_rows_beside_sampled_rows(way: str) -> None:
+    logits_RV = torch.randn(6, 300, generator=torch.Generator().manual_seed(2))
+    logits_RV[4, 7] = math.nan
+    rows = [_row(float(i % 2), i) for i in range(6)]
+    found = draw_drafts(logits_RV.clone(), rows, [GREEDY, LIKELIEST, GREEDY, DRAWN, GREEDY, DRAWN])
+    alone = _greedy(logits_RV[::2].clone())
+    assert torch.equal(found.tokens_R3[[0, 2]], alone.tokens_R3[:2])
+    torch.testing.assert_close(found.shares_R[[0, 2]], alone.shares_R[:2])
+    assert (found.tokens_R3[:, 1] >= 0).tolist() == [True, True, True, True, False, True]
+    for i, kind in ((1, LIKELIEST), (3, DRAWN), (5, DRAWN)):
+        _check_drawn(logits_RV[i], rows[i], kind, found.tokens_R3[i].tolist(), found.shares_R[i].tolist())
+
+
+@pytest.mark.parametrize("size", _SIZES)
+def test_greedy_rows_get_the_likeliest_token(size: int, way: str) -> None:
+    logits_RV = 3 * torch.randn(9, size, generator=torch.Generator().manual_seed(size))
+    logits_RV[1, : size // 2] = -math.inf
+    logits_RV[2] *= 100
+    before_RV = logits_RV.clone()
+    found = _greedy(logits_RV)
+    assert torch.equal(logits_RV, before_RV)
+    shares_RV = logits_RV.double().softmax(-1)
+    first_R1 = shares_RV.argmax(-1, keepdim=True)
+    assert torch.equal(found.tokens_R3, first_R1.expand(-1, 3))
+    torch.testing.assert_close(found.shares_R, shares_RV.max(-1).values.float(), atol=1e-5, rtol=1e-4)
+
+
+@given(st.lists(st.sampled_from([-math.inf, -2.0, 0.0, 1.5]), min_size=2, max_size=70))
+def test_ties_go_to_the_first_tokens(values: list[float]) -> None:
+    found = _greedy(torch.tensor([values]))
+    (ids,) = found.tokens_R3.tolist()
+    if max(values) > -math.inf:
+        assert ids == [values.index(max(values))] * 3 and found.shares_R.isfinite().all()
+    else:
+        assert ids[1] < 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("place", [0, 16, 39])
+def test_non_finite_logits_mark_only_their_row(value: float, place: int, temperature: float, way: str) -> None:
+    logits_RV = torch.randn(4, 40, generator=torch.Generator().manual_seed(1))
+    logits_RV[1, place] = value
+    logits_RV[3] = -math.inf
+    kind = DRAWN if temperature else GREEDY
+    found = draw_drafts(logits_RV, [_row(temperature, i) for i in range(4)], [kind] * 4)
+    assert (found.tokens_R3[:, 1] >= 0).tolist() == [True, False, True, False]
+    assert ((found.tokens_R3[:, [0, 2]] >= 0) & (found.tokens_R3[:, [0, 2]] < 40)).all()

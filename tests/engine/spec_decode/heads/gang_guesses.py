@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,14 @@ from core.model.draft_heads import HeadsKind, HeadsPlace
 from core.types.request import Sampling
 from engine.batch.batch import Batch
 from engine.batch.rows import Row, RowChanges
-from engine.config import EngineConfig
-from engine.runner.runner import ModelRunner
-from engine.scheduler.sequence import Sequence
+from engine.runner.parallel import TensorParallel
 from engine.scheduler.step_commands import Orders
 from engine.spec_decode.draft_models.draft_model import HeadProposer
-from engine.spec_decode.heads.head_row import HeadLogits, HeadRow
-from engine.spec_decode.proposer import Proposal
+from engine.spec_decode.heads.head_row import HeadRow
 from engine.spec_decode.speculation import Speculation
 from tests.engine.asked import Asked, answers
-from tests.engine.gang import join
-from tests.engine.gang_answers import Leader
+from tests.engine.gang_answers import Leader, gang_of
+from tests.engine.spec_decode.proposers import Recorded, draft_logits
 from tests.engine.steps import VOCAB_SIZE, prompts
 from worker.gang_runner import GangRunner
 
@@ -32,69 +28,35 @@ _NUM_TOKENS = 3
 Guesses = dict[tuple[int, ...], list[int]]  # by the tokens before
 
 
-class _Recorded:
-    """Proposer that drafts with heads for every row of every step, and records the drafts."""
-
-    def __init__(self, heads: HeadProposer) -> None:
-        self.guesses: Guesses = {}
-        self._heads = heads
-
-    def propose(self, sequences: Seq[Sequence], max_tokens: int) -> list[Proposal]:
-        proposals = self._heads.propose(sequences, _NUM_TOKENS)
-        self.guesses |= {tuple(s.tokens): list(p.tokens) for s, p in zip(sequences, proposals, strict=True)}
-        return proposals
-
-    def finished(self, sequence: Sequence) -> None:
-        pass
-
-
-def _gang(place: Path, prefix: str, rank: int, size: int, directory: Path, kind: HeadsKind, heads: Path) -> GangRunner:
-    config = EngineConfig(
-        model_dir=directory,
-        dtype="float32",
-        block_size=8,
-        num_blocks=512,
-        max_running=24,
-        heads=HeadsPlace(kind, heads),
-    )
-    runner = ModelRunner(config, join(place, prefix, rank, size))
-    sender: Any = None  # nothing is sent
-    return GangRunner(runner, sender, None)
-
-
 def drafts_of_answers(
-    place: Path, prefix: str, rank: int, size: int, directory: Path, kind: HeadsKind, heads: Path
+    parallel: TensorParallel, directory: Path, kind: HeadsKind, heads: Path
 ) -> tuple[list[list[int]], Guesses] | None:
     """Return rank 0's answers and all drafts, for choices that fork inside a block, greedy and sampled."""
-    gang = _gang(place, prefix, rank, size, directory, kind, heads)
-    if rank:
+    gang = gang_of(parallel, directory, max_running=24, heads=HeadsPlace(kind, heads))
+    if parallel.rank:
         gang.follow()
         return None
     samplings = [Sampling(max_tokens=20 + i, temperature=0.8 * (i % 2), seed=i) for i in range(4)]
     asked = [Asked(prompt, samplings[i], num_choices=1 + i % 2) for i, prompt in enumerate(prompts(3, 21, 9, 40))]
-    recorded, leader = _Recorded(HeadProposer(gang)), Leader(gang)
+    recorded, leader = Recorded(HeadProposer(gang), _NUM_TOKENS), Leader(gang)
     speculation = Speculation({"heads": recorded}, max_tokens=_NUM_TOKENS, vocab_size=VOCAB_SIZE)
     outputs = answers(leader, asked, speculation=speculation)  # type: ignore[arg-type]
     gang.execute(None, Orders(stop=True))
-    return outputs.ids, recorded.guesses
+    return outputs.ids, recorded.drafts
 
 
 def drafts_after_transfer(
-    place: Path, prefix: str, rank: int, size: int, directory: Path, kind: HeadsKind, heads: Path
+    parallel: TensorParallel, directory: Path, kind: HeadsKind, heads: Path
 ) -> list[Tensor] | None:
     """Return the logits of drafts before and after a step that continues from received KV.
 
     The KV of two blocks is copied to two others, as if it had arrived with features that no rank here has computed.
     """
-    gang = _gang(place, prefix, rank, size, directory, kind, heads)
-    if rank:
+    gang = gang_of(parallel, directory, max_running=24, heads=HeadsPlace(kind, heads))
+    if parallel.rank:
         gang.follow()
         return None
     tokens, logits = prompts(13)[0], list[Tensor]()
-
-    def choose(found: HeadLogits, known: Seq[int], place: int) -> list[int]:
-        logits.append(found.values_RD.clone())
-        return [20 + place]
 
     _step(gang, tokens[:11], 0, [0, 1], number=1)
     gang.execute(None, Orders(copies=[(0, 4), (1, 5)]))
@@ -102,9 +64,9 @@ def drafts_after_transfer(
     assert not gang.runner.heads.knows([HeadRow(tokens[11], 11, [4, 5])])
     features = torch.randn(48, generator=torch.Generator().manual_seed(3))
     gang.arrived([4, 5], 0, 11, features.numpy().tobytes())
-    gang.draft([HeadRow(tokens[11], 11, [4, 5])], _NUM_TOKENS, choose)
+    logits += draft_logits(gang, [HeadRow(tokens[11], 11, [4, 5])], _NUM_TOKENS)
     _step(gang, tokens[11:12], 11, [4, 5], number=2)
-    gang.draft([HeadRow(tokens[12], 12, [4, 5])], _NUM_TOKENS, choose)
+    logits += draft_logits(gang, [HeadRow(tokens[12], 12, [4, 5])], _NUM_TOKENS)
     gang.execute(None, Orders(stop=True))
     return logits
 

@@ -65,74 +65,60 @@ def medusa_reference(
     return drafts
 
 
-def write_eagle_beside(
-    model: Mapping[str, Any], directory: Path, *, draft_vocab: int = DRAFT_VOCAB, dtype: torch.dtype = torch.float32
-) -> None:
-    """Write a random head of the size of a Llama. model: its config.json."""
-    hidden, kv_heads = model["hidden_size"], model["num_key_value_heads"]
-    width, features, vocab = hidden // model["num_attention_heads"], model["intermediate_size"], model["vocab_size"]
-    shapes = {
+def _eagle_shapes(
+    hidden: int, heads: int, kv_heads: int, width: int, features: int, draft_vocab: int
+) -> dict[str, tuple[int, int]]:
+    return {
         "fc": (hidden, 3 * hidden),
         "lm_head": (draft_vocab, hidden),
-        "midlayer.self_attn.q_proj": (hidden, 2 * hidden),
+        "midlayer.self_attn.q_proj": (heads * width, 2 * hidden),
         "midlayer.self_attn.k_proj": (kv_heads * width, 2 * hidden),
         "midlayer.self_attn.v_proj": (kv_heads * width, 2 * hidden),
-        "midlayer.self_attn.o_proj": (hidden, hidden),
+        "midlayer.self_attn.o_proj": (hidden, heads * width),
         "midlayer.mlp.gate_proj": (features, hidden),
         "midlayer.mlp.up_proj": (features, hidden),
         "midlayer.mlp.down_proj": (hidden, features),
     }
+
+
+_EAGLE = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1}
+_EAGLE_NORMS = ("norm", *(f"midlayer.{one}" for one in ("hidden_norm", "input_layernorm", "post_attention_layernorm")))
+
+
+def write_eagle_beside(
+    model: Mapping[str, Any], directory: Path, *, draft_vocab: int = DRAFT_VOCAB, dtype: torch.dtype = torch.float32
+) -> None:
+    """Write a random head of the size of a Llama. model: its config.json."""
+    hidden, heads, vocab = model["hidden_size"], model["num_attention_heads"], model["vocab_size"]
+    sizes = model["num_key_value_heads"], hidden // heads, model["intermediate_size"]
     generator = torch.Generator().manual_seed(2)
     tensors = {
         f"{name}.weight": (torch.randn(*shape, generator=generator) * shape[1] ** -0.5).to(dtype)
-        for name, shape in shapes.items()
+        for name, shape in _eagle_shapes(hidden, heads, *sizes, draft_vocab).items()
     }
-    norms = ("norm", *(f"midlayer.{name}" for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm")))
-    tensors |= {f"{name}.weight": torch.ones(hidden, dtype=dtype) for name in norms}
-    tensors["d2t"] = torch.arange(draft_vocab) * (vocab // draft_vocab - 1)
-    tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(
-        0, tensors["d2t"] + torch.arange(draft_vocab), True
-    )
-    own = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": draft_vocab}
-    save_heads(directory, model | own, tensors)
+    tensors |= {f"{name}.weight": torch.ones(hidden, dtype=dtype) for name in _EAGLE_NORMS}
+    known = torch.arange(draft_vocab) * (vocab // draft_vocab)
+    save_heads(directory, {**model, **_EAGLE, "draft_vocab_size": draft_vocab}, tensors | _choice_of(known, vocab))
 
 
 def write_eagle(directory: Path, *, own_embedding: bool = False, **changes: Any) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(2)
-
-    def weight(*shape: int, std: float = 0.3) -> Tensor:
-        return torch.randn(*shape, generator=generator) * std
-
+    shapes: dict[str, tuple[int, ...]] = {**_eagle_shapes(HIDDEN, HEADS, _KV_HEADS, DIM, FEATURES, DRAFT_VOCAB)}
+    shapes |= dict.fromkeys(_EAGLE_NORMS, (HIDDEN,)) | ({"embed_tokens": (VOCAB_SIZE, HIDDEN)} if own_embedding else {})
     tensors = {
-        "fc.weight": weight(HIDDEN, 3 * HIDDEN),
-        "norm.weight": 1 + weight(HIDDEN),
-        "lm_head.weight": weight(DRAFT_VOCAB, HIDDEN),
-        "midlayer.hidden_norm.weight": 1 + weight(HIDDEN),
-        "midlayer.input_layernorm.weight": 1 + weight(HIDDEN),
-        "midlayer.post_attention_layernorm.weight": 1 + weight(HIDDEN),
-        "midlayer.self_attn.q_proj.weight": weight(HEADS * DIM, 2 * HIDDEN),
-        "midlayer.self_attn.k_proj.weight": weight(_KV_HEADS * DIM, 2 * HIDDEN),
-        "midlayer.self_attn.v_proj.weight": weight(_KV_HEADS * DIM, 2 * HIDDEN),
-        "midlayer.self_attn.o_proj.weight": weight(HIDDEN, HEADS * DIM),
-        "midlayer.mlp.gate_proj.weight": weight(FEATURES, HIDDEN),
-        "midlayer.mlp.up_proj.weight": weight(FEATURES, HIDDEN),
-        "midlayer.mlp.down_proj.weight": weight(HIDDEN, FEATURES),
+        f"{name}.weight": torch.randn(*shape, generator=generator) * 0.3 + (1 if len(shape) == 1 else 0)
+        for name, shape in shapes.items()
     }
-    if own_embedding:
-        tensors["embed_tokens.weight"] = weight(VOCAB_SIZE, HIDDEN)
-    known = torch.randperm(VOCAB_SIZE, generator=generator)[:DRAFT_VOCAB].sort().values
-    tensors["d2t"] = known - torch.arange(DRAFT_VOCAB)
-    tensors["t2d"] = torch.zeros(VOCAB_SIZE, dtype=torch.bool).index_fill(0, known, True)
-    config = TINY | {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "num_hidden_layers": 1,
-        "num_key_value_heads": _KV_HEADS,
-        "draft_vocab_size": DRAFT_VOCAB,
-        "rms_norm_eps": EPS,
-        "rope_theta": THETA,
-    }
-    save_heads(directory, config | changes, tensors)
+    tensors |= _choice_of(torch.randperm(VOCAB_SIZE, generator=generator)[:DRAFT_VOCAB].sort().values, VOCAB_SIZE)
+    sizes = {"num_key_value_heads": _KV_HEADS, "draft_vocab_size": DRAFT_VOCAB}
+    save_heads(directory, TINY | _EAGLE | sizes | {"rms_norm_eps": EPS, "rope_theta": THETA} | changes, tensors)
     return tensors
+
+
+def _choice_of(known: Tensor, vocab: int) -> dict[str, Tensor]:
+    """Return the tensors that name the tokens of the draft vocabulary."""
+    t2d = torch.zeros(vocab, dtype=torch.bool).index_fill(0, known, True)
+    return {"d2t": known - torch.arange(len(known)), "t2d": t2d}
 
 
 def eagle_reference(

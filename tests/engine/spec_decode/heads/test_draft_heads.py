@@ -4,32 +4,35 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from transformers import PreTrainedModel
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
-from core.model.draft_heads import HeadsPlace
+from core.model import config as model_config
+from core.model.draft_heads import HeadsPlace, load_heads
 from core.types.errors import SpecError
 from core.types.request import Sampling
 from engine.batch.batch import Batch
 from engine.batch.rows import Row
 from engine.config import EngineConfig
-from engine.cpu.library import open_kernels
 from engine.engine import SchedulerConfig
+from engine.runner.decode_graphs import Capture
 from engine.runner.runner import ModelRunner
 from engine.scheduler.sequence import Sequence
 from engine.spec_decode.draft_models.draft_model import HeadProposer
 from engine.spec_decode.draft_models.draft_sampler import DraftSampler
-from engine.spec_decode.heads.head_row import HeadLogits, HeadRow
+from engine.spec_decode.heads.head_row import HeadRow
 from engine.spec_decode.proposer import Proposal
 from engine.spec_decode.speculation import Speculation
-from tests.engine.asked import Asked, answers
+from tests.engine.asked import AnswerText, Asked, answers
+from tests.engine.drafting import WRITERS, heads_place
+from tests.engine.fake_capture import FakeReplays
 from tests.engine.spec_decode.heads.eagle1_files import eagle1_reference, write_eagle1
 from tests.engine.spec_decode.heads.head_files import (
     Choice,
@@ -39,8 +42,9 @@ from tests.engine.spec_decode.heads.head_files import (
     write_medusa,
 )
 from tests.engine.spec_decode.heads.mtp_files import write_mtp
-from tests.engine.steps import VOCAB_SIZE, prompts
-from tests.engine.tiny_models import MakeModel, MakeRunner
+from tests.engine.spec_decode.proposers import Recorded, draft_logits, likeliest_draft
+from tests.engine.steps import VOCAB_SIZE, needs_compiler, prompts
+from tests.engine.tiny_models import GLM_MOE_DSA, MakeModel, MakeRunner, tiny_config
 from tests.support.grids import quick
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -50,13 +54,14 @@ _MTP_FAMILIES = {"": "deepseek_v3", "V3.2": "deepseek_v32", "GLM": "glm4_moe", "
 _MTP_FAMILIES |= {"Nemotron": "nemotron_h"}
 _SMALL = SchedulerConfig(max_batch_tokens=48, max_running=24, max_waiting=32)
 
-Reference = Callable[[list[int], Choice], list[int]]
+_of_eagle = partial(eagle_reference, num_tokens=_NUM_TOKENS, layers=(0, 1, 2))
+_of_eagle1 = partial(eagle1_reference, num_tokens=_NUM_TOKENS)
 
 
 class Case:
     """Model, its heads, and their reference."""
 
-    def __init__(self, runner: ModelRunner, reference: Reference, *, every: int = 1) -> None:
+    def __init__(self, runner: ModelRunner, reference: Callable[..., list[int]], *, every: int = 1) -> None:
         """every: check one of this many drafts."""
         self.runner, self.reference, self.every = runner, reference, every
 
@@ -71,33 +76,14 @@ def case(request: pytest.FixtureRequest, tiny_model: MakeModel, make_runner: Mak
 def _case(kind: str, tiny_model: MakeModel, make_runner: MakeRunner, directory: Path, **config: Any) -> Case:
     if kind.startswith("mtp"):
         kind, _, family = kind.partition(" of ")
-        model_dir, reference = directory, _mtp(directory, family=_MTP_FAMILIES[family])
+        mtp = write_mtp(directory, family=_MTP_FAMILIES[family])
+        model_dir, reference = directory, partial(mtp.reference, num_tokens=_NUM_TOKENS)
     else:
         model_dir, model = tiny_model("llama")
-        reference = {"medusa": _medusa, "eagle": _eagle, "eagle1": _eagle1}[kind](model, directory)
-    method = "eagle" if kind == "eagle1" else kind
-    runner = make_runner(model_dir, **({"num_blocks": 512} | config), heads=HeadsPlace(method, directory))
+        of_kind: Any = {"medusa": medusa_reference, "eagle": _of_eagle, "eagle1": _of_eagle1}[kind]
+        reference = partial(of_kind, model, WRITERS[kind](directory))
+    runner = make_runner(model_dir, **({"num_blocks": 512} | config), heads=heads_place(kind, directory))
     return Case(runner, reference, every=3 if kind in ("eagle1", "mtp") else 1)
-
-
-def _medusa(model: PreTrainedModel, directory: Path) -> Reference:
-    tensors = write_medusa(directory)
-    return lambda tokens, choose: medusa_reference(model, tensors, tokens, choose=choose)
-
-
-def _eagle(model: PreTrainedModel, directory: Path) -> Reference:
-    tensors = write_eagle(directory)
-    return lambda tokens, choose: eagle_reference(model, tensors, tokens, _NUM_TOKENS, layers=(0, 1, 2), choose=choose)
-
-
-def _eagle1(model: PreTrainedModel, directory: Path) -> Reference:
-    tensors = write_eagle1(directory)
-    return lambda tokens, choose: eagle1_reference(model, tensors, tokens, _NUM_TOKENS, choose=choose)
-
-
-def _mtp(directory: Path, *, family: str) -> Reference:
-    mtp = write_mtp(directory, family=family)
-    return lambda tokens, choose: mtp.reference(tokens, _NUM_TOKENS, choose=choose)
 
 
 class Checked:
@@ -115,7 +101,7 @@ class Checked:
                 self.num_checked += 1
                 if self.num_checked % self._case.every:
                     continue
-                assert list(proposal.tokens) == self._case.reference(list(sequence.tokens), _drawn(sequence))
+                assert list(proposal.tokens) == self._case.reference(list(sequence.tokens), choose=_drawn(sequence))
             else:
                 self.num_empty += 1
         return proposals
@@ -229,9 +215,7 @@ def test_resting_heads_draft_correctly_or_not_at_all(case: Case, asked: list[Ask
     assert checked.num_checked > 10 and checked.num_unknown > 10 and not checked.num_empty
 
 
-@pytest.mark.skipif(
-    open_kernels(dtype=torch.bfloat16, device=torch.device("cpu")) is None, reason="no C++ compiler here"
-)
+@needs_compiler
 @pytest.mark.parametrize("kind", ["eagle", "eagle1", "mtp"])
 def test_cpu_kernels_draft_like_torch(
     kind: str, tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path
@@ -242,8 +226,8 @@ def test_cpu_kernels_draft_like_torch(
     if kind == "mtp":  # with every expert chosen, because rounding may change the choice of close ones
         write_mtp(tmp_path, num_experts_per_tok=8, topk_group=4)
     else:
-        _WRITERS[kind](tmp_path)
-    heads = {"heads": HeadsPlace("eagle" if kind == "eagle1" else kind, tmp_path), "num_blocks": 12}
+        WRITERS[kind](tmp_path)
+    heads = {"heads": heads_place(kind, tmp_path), "num_blocks": 12}
     compiled, exact = make_runner(directory, dtype="bfloat16", **heads), make_runner(directory, **heads)
     tokens = prompts(30)[0]
     for start, end in ((0, 13), (13, 29), (29, 30)):
@@ -255,25 +239,11 @@ def test_cpu_kernels_draft_like_torch(
     for layer in range(4):
         ours, theirs = (runner.pool.read(layer, blocks, torch.float32)[:, :, :30] for runner in (compiled, exact))
         assert (ours - theirs).abs().mean() < 0.05 * theirs.abs().mean(), layer  # the head has int8 weights
-    row = HeadRow(7, 30, [3, 5, 7, 9])
-    drafted: list[torch.Tensor] = []
-
-    def choose(logits: HeadLogits, rows: Seq[int], place: int) -> list[int]:
-        drafted.append(logits.values_RD[0])
-        return [11 + place]
-
-    for runner in (compiled, exact):
-        runner.draft([row], 3, choose)
-    for ours, theirs in zip(drafted[:3], drafted[3:], strict=True):
+    compiled_logits, exact_logits = (
+        draft_logits(runner, [HeadRow(7, 30, [3, 5, 7, 9])], 3) for runner in (compiled, exact)
+    )
+    for ours, theirs in zip(compiled_logits, exact_logits, strict=True):
         assert (ours - theirs).abs().mean() < 0.1 * theirs.abs().mean()
-
-
-_WRITERS: dict[str, Callable[[Path], object]] = {
-    "medusa": write_medusa,
-    "eagle": write_eagle,
-    "eagle1": write_eagle1,
-    "mtp": write_mtp,
-}
 
 
 @pytest.mark.parametrize(
@@ -296,37 +266,27 @@ _WRITERS: dict[str, Callable[[Path], object]] = {
         ("medusa", {"hidden_size": 64}, "hidden_size is 64, and the model's is 48"),
         ("eagle", {"hidden_size": None}, "config.json"),
         ("eagle", {"rms_norm_eps": float("nan")}, "rms_norm_eps is nan, and must be a number above 0"),
-        ("eagle", {"rms_norm_eps": "1e-6"}, "rms_norm_eps is '1e-6', and must be a number above 0"),
         ("eagle", {"rope_theta": -1.0}, "rope_theta is -1.0, and must be a number above 0"),
         ("eagle", {"intermediate_size": -80}, "intermediate_size is -80, and must be a whole number from 1"),
         ("eagle", {"num_attention_heads": 4.0}, "num_attention_heads is 4.0, and must be a whole number from 1"),
         ("eagle", {"draft_vocab_size": "40"}, "draft_vocab_size is '40', and must be from 1 to"),
-        ("eagle", {"draft_vocab_size": 10**6}, "draft_vocab_size is 1000000, and must be from 1 to"),
-        ("eagle", {"architectures": [None]}, "None is not EAGLE-3"),
         ("eagle", {"architectures": 5}, "config.json"),
-        ("eagle", {"eagle_config": "low"}, "config.json"),
         ("eagle", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": ["a", 1, 2]}}, "config.json"),
         ("eagle", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0.5, 1, 2]}}, "must be three different ones"),
         ("medusa", {"medusa_num_heads": None}, "medusa_num_heads is None, and must be a number from 1 to 64"),
-        ("medusa", {"medusa_num_heads": 0}, "medusa_num_heads is 0, and must be a number"),
         ("medusa", {"medusa_num_heads": 10**9}, "medusa_num_heads is 1000000000, and must be a number"),
         ("medusa", {"medusa_num_layers": 10**9}, "medusa_num_layers is 1000000000, and must be a number from 0"),
     ],
 )
 def test_unsupported_heads_are_rejected(
-    kind: str,
-    changes: dict[str, Any],
-    complaint: str,
-    tiny_model: MakeModel,
-    make_runner: MakeRunner,
-    tmp_path: Path,
+    kind: str, changes: dict[str, Any], complaint: str, tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path
 ) -> None:
-    _WRITERS[kind](tmp_path)
+    WRITERS[kind](tmp_path)
     config = tmp_path / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | changes))
     model_dir = tmp_path if kind == "mtp" else tiny_model("llama")[0]
     with pytest.raises(SpecError) as rejected:
-        make_runner(model_dir, heads=HeadsPlace("eagle" if kind == "eagle1" else kind, tmp_path))
+        make_runner(model_dir, heads=heads_place(kind, tmp_path))
     assert complaint in str(rejected.value) and "\n" not in str(rejected.value)
 
 
@@ -350,38 +310,23 @@ def test_optional_tensors_must_have_the_right_shape(
         make_runner(tiny_model("llama")[0], heads=HeadsPlace("eagle", tmp_path))
 
 
-@pytest.mark.parametrize(("has_biases", "has_copies"), [(False, True), (True, False)])
-def test_eagle1_with_and_without_biases_and_copies(
-    has_biases: bool, has_copies: bool, tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path
+@pytest.mark.parametrize(
+    ("write", "reference", "options"),
+    [
+        (write_eagle1, _of_eagle1, {"has_biases": False, "has_copies": True}),
+        (write_eagle1, _of_eagle1, {"has_biases": True, "has_copies": False}),
+        *((write_medusa, medusa_reference, {"is_old": is_old, "num_residuals": 1}) for is_old in (True, False)),
+    ],
+)
+def test_optional_parts_and_both_naming_schemes_are_read(
+    write: Any, reference: Any, options: dict[str, Any], tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path
 ) -> None:
     directory, model = tiny_model("llama")
-    tensors = write_eagle1(tmp_path, has_biases=has_biases, has_copies=has_copies)
-    runner = make_runner(directory, heads=HeadsPlace("eagle", tmp_path))
-    tokens = prompts(12)[0]
-    assert _drafts_of(runner, tokens) == eagle1_reference(model, tensors, tokens, _NUM_TOKENS)
-
-
-def _drafts_of(runner: ModelRunner, tokens: list[int]) -> list[int]:
+    tensors, tokens = write(tmp_path, **options), prompts(12)[0]
+    runner = make_runner(directory, heads=HeadsPlace("eagle" if write is write_eagle1 else "medusa", tmp_path))
     runner.forward(Batch.of([Row(tokens[:-1], 0, [0, 1], num_logits=1)], block_size=8))
-    drafted: list[int] = []
-
-    def choose(logits: HeadLogits, rows: Seq[int], place: int) -> list[int]:
-        drafted.append(int(logits.values_RD.argmax()))
-        return drafted[-1:]
-
-    runner.draft([HeadRow(tokens[-1], len(tokens) - 1, [0, 1])], _NUM_TOKENS, choose)
-    return drafted
-
-
-@pytest.mark.parametrize("is_old", [True, False])
-def test_both_naming_schemes_of_medusa_are_read(
-    is_old: bool, tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path
-) -> None:
-    directory, model = tiny_model("llama")
-    tensors = write_medusa(tmp_path, is_old=is_old, num_residuals=1)
-    runner = make_runner(directory, heads=HeadsPlace("medusa", tmp_path))
-    tokens = prompts(12)[0]
-    assert _drafts_of(runner, tokens) == medusa_reference(model, tensors, tokens)
+    found = likeliest_draft(runner, HeadRow(tokens[-1], len(tokens) - 1, [0, 1]), _NUM_TOKENS)
+    assert found == reference(model, tensors, tokens)
 
 
 def test_received_kv_without_features_delays_drafting_one_step(case: Case) -> None:
@@ -433,3 +378,87 @@ def test_layout_fingerprint_includes_heads_with_kv(tiny_model: MakeModel, tmp_pa
     assert medusa.fingerprint == plain.fingerprint, "Medusa keeps no KV"
     assert one.num_layers == plain.num_layers + 1
     assert one.block_bytes == one.block_size * one.bytes_per_token() + 48 * 4
+
+
+_NUM_RECORDED, _MOST_ROWS = 3, 24
+# On a CPU experts are called one by one.
+_PLAIN_WRITERS = {**WRITERS, "mtp": lambda directory: write_mtp(directory, first_k_dense_replace=4)}
+
+
+@pytest.mark.parametrize("kind", _PLAIN_WRITERS)
+def test_drafts_after_replayed_steps(kind: str, tiny_model: MakeModel, tmp_path: Path) -> None:
+    """With prompts, answers, verified drafts, and forks; all steps but the longest prompts are replayed."""
+    capture = FakeReplays()
+    plain, expected = _answers(kind, tiny_model, tmp_path)
+    replayed, guesses = _answers(kind, tiny_model, tmp_path, capture=capture, recorded_rows=_MOST_ROWS)
+    assert replayed.ids == plain.ids and guesses == expected
+    assert capture.num_replays >= replayed.num_steps - 2 > 10
+    assert sum(map(len, guesses.values())) > 100
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", _PLAIN_WRITERS)
+def test_drafts_on_a_gpu(kind: str, tiny_model: MakeModel, tmp_path: Path) -> None:
+    plain, expected = _answers(kind, tiny_model, tmp_path)
+    for recorded_rows in (0, _MOST_ROWS):
+        outputs, guesses = _answers(kind, tiny_model, tmp_path, recorded_rows=recorded_rows, device="cuda")
+        assert outputs.ids == plain.ids and guesses == expected, f"{recorded_rows} rows recorded"
+
+
+def _answers(
+    kind: str, tiny_model: MakeModel, directory: Path, *, capture: Capture | None = None, **config: Any
+) -> tuple[AnswerText, dict[tuple[int, ...], list[int]]]:
+    """Return the answers, and all drafts. directory: for the files of the heads."""
+    _PLAIN_WRITERS[kind](directory)
+    heads = heads_place(kind, directory)
+    model_dir = directory if kind == "mtp" else tiny_model("llama")[0]
+    runner = ModelRunner(
+        EngineConfig(model_dir=model_dir, dtype="float32", block_size=8, num_blocks=256, heads=heads, **config),
+        capture=capture,
+    )
+    recorder = Recorded(HeadProposer(runner, DraftSampler(learns=False)), _NUM_RECORDED)
+    asked = [
+        Asked(prompt, Sampling(max_tokens=14 + i, temperature=0.7 * (i % 2), seed=i), num_choices=1 + i % 2)
+        for i, prompt in enumerate(prompts(3, 40, 9, 17))
+    ]
+    speculation = Speculation({"heads": recorder}, max_tokens=_NUM_RECORDED, vocab_size=VOCAB_SIZE)
+    return answers(runner, asked, num_blocks=256, speculation=speculation), recorder.drafts
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "nemotron_h"])
+def test_logits_behind_a_prompt_equal_the_reference(family: str, make_runner: MakeRunner, tmp_path: Path) -> None:
+    """With an indexer, which chooses 7 of the positions, draft included; with experts in a layer of their own."""
+    mtp, (tokens,) = write_mtp(tmp_path, family=family), prompts(23)
+    runner, expected = make_runner(tmp_path, heads=HeadsPlace("mtp", tmp_path)), list[Tensor]()
+    prompt = Row(tokens[:-1], start=0, blocks=[3, 1, 2], num_logits=1, state_index=0)
+    runner.forward(Batch.of([prompt], block_size=8))
+
+    def choose_same(logits_V: Tensor, place: int) -> int:
+        expected.append(logits_V)
+        return 11 + place
+
+    mtp.reference(tokens, 3, choose=choose_same)
+    found = draft_logits(runner, [HeadRow(tokens[-1], 22, [3, 1, 2])], 3)
+    torch.testing.assert_close(torch.cat(found), torch.stack(expected), atol=2e-3, rtol=1e-3)
+
+
+def test_mtp_layer_chooses_positions_if_the_layer_before_shares_them(tmp_path: Path) -> None:
+    tiny_config("glm_moe_dsa", **GLM_MOE_DSA, num_nextn_predict_layers=1).save_pretrained(tmp_path)
+    model = model_config.load(tmp_path)
+    shape = load_heads("mtp", tmp_path, model).shape
+    assert not model.layers[-1].has_indexer and shape is not None and shape.layers[-1].has_indexer
+    assert shape.kv_layers[-1][1] == model.kv_dim + GLM_MOE_DSA["index_head_dim"]
+
+
+def test_model_without_mtp_layer_is_rejected(tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path) -> None:
+    write_mtp(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.layers.3.enorm.weight"]
+    save_file(weights, tmp_path / "model.safetensors")
+    for directory, complaint in (
+        (tiny_model("llama")[0], "LlamaForCausalLM has none"),
+        (tmp_path, "missing: model.layers.3.enorm.weight"),
+    ):
+        with pytest.raises(SpecError) as rejected:
+            make_runner(directory, heads=HeadsPlace("mtp", directory))
+        assert complaint in str(rejected.value) and "\n" not in str(rejected.value)

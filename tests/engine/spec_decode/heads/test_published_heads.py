@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,12 @@ from core.model.draft_heads import HeadsPlace
 from core.types.errors import SpecError
 from engine.batch.batch import Batch
 from engine.batch.rows import Row
-from engine.cpu.library import open_kernels
 from engine.model.aux_hidden_states import AuxHiddenStates
 from engine.runner.runner import ModelRunner
-from engine.spec_decode.heads.head_row import HeadLogits, HeadRow
+from engine.spec_decode.heads.head_row import HeadRow
 from tests.engine.spec_decode.heads.published_files import LAYERS, NUM_PLACES, RECORDED, WRITERS
-from tests.engine.steps import VOCAB_SIZE
+from tests.engine.spec_decode.proposers import draft_logits
+from tests.engine.steps import needs_compiler
 from tests.engine.tiny_models import MakeModel, MakeRunner
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -40,9 +39,7 @@ def test_published_head_drafts_like_its_library(library: str, tiny_model: MakeMo
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.skipif(
-    open_kernels(dtype=torch.bfloat16, device=torch.device("cpu")) is None, reason="no C++ compiler here"
-)
+@needs_compiler
 @pytest.mark.parametrize("library", WRITERS)
 def test_cpu_kernels_draft_like_the_library(library: str, tiny_model: MakeModel, make_runner: MakeRunner) -> None:
     place = HeadsPlace("eagle", _PUBLISHED / library)
@@ -54,35 +51,16 @@ def test_cpu_kernels_draft_like_the_library(library: str, tiny_model: MakeModel,
 
 
 @pytest.mark.parametrize(
-    ("library", "changes"),
-    [
-        ("speculators", {}),
-        ("speculators", {"norm_before_residual": True}),
-        ("speculators", {"fc_norm": True, "norm_output": True}),
-        ("speculators", {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True}),
-        ("speculators", {"draft_vocab_size": VOCAB_SIZE}),
-        ("specforge", {"fc_norm": True}),
-        ("specforge", {"draft_vocab_size": VOCAB_SIZE}),
-    ],
-)
-@pytest.mark.filterwarnings("ignore")
-def test_head_of_installed_library_drafts_like_it(
-    library: str, changes: dict[str, Any], tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path
-) -> None:
-    pytest.importorskip(library)
-    WRITERS[library](tmp_path, **changes)
-    runner = make_runner(tiny_model("llama")[0], heads=HeadsPlace("eagle", tmp_path))
-    ours, theirs = _logits(runner, tmp_path, 13)
-    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize(
     ("library", "changes", "complaint"),
     [
         ("speculators", {"speculators_model_type": "dflash"}, "dflash is not supported; supported: eagle3"),
         ("speculators", {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}, r"layers \(1, 2, 4\); .* from 0 to 3"),
         ("speculators", {"target_hidden_size": 64}, "target_hidden_size is 64, and the model's is 48"),
         ("speculators", {"transformer_layer_config": None}, "config.json"),
+        ("layer", {"num_hidden_layers": 2}, "heads of 2 layers"),
+        ("layer", {"vocab_size": 99}, "vocab_size is 99"),
+        ("layer", {"layer_types": ["sliding_attention"]}, "sliding-window attention"),
+        ("layer", {"hidden_act": "relu2"}, "hidden_act relu2 is not supported"),
         ("speculators", {"transformer_layer_config": {}}, "model_type qwen3 is not supported; supported: llama"),
         ("specforge", {"norm_output": False}, "norm_output: false is not supported"),
         ("specforge", {"hidden_size": 64}, "hidden_size is 64, and the model's is 48"),
@@ -99,35 +77,15 @@ def test_unsupported_published_head_is_rejected(
     make_runner: MakeRunner,
     tmp_path: Path,
 ) -> None:
-    _change(library, tmp_path, **changes)
+    """layer: the changes are of the layer's own config."""
+    name = "speculators" if library == "layer" else library
+    shutil.copytree(_PUBLISHED / name, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (config["transformer_layer_config"] if library == "layer" else config).update(changes)
+    (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(SpecError, match=complaint) as rejected:
         make_runner(tiny_model("llama")[0], heads=HeadsPlace("eagle", tmp_path))
     assert "\n" not in str(rejected.value)
-
-
-@pytest.mark.parametrize(
-    ("changes", "complaint"),
-    [
-        ({"num_hidden_layers": 2}, "heads of 2 layers"),
-        ({"vocab_size": 99}, "vocab_size is 99"),
-        ({"layer_types": ["sliding_attention"]}, "sliding-window attention"),
-        ({"hidden_act": "relu2"}, "hidden_act relu2 is not supported"),
-    ],
-)
-def test_unsupported_layer_is_rejected(
-    changes: dict[str, Any], complaint: str, tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path
-) -> None:
-    layer = json.loads((_PUBLISHED / "speculators" / "config.json").read_text())["transformer_layer_config"]
-    _change("speculators", tmp_path, transformer_layer_config=layer | changes)
-    with pytest.raises(SpecError, match=complaint) as rejected:
-        make_runner(tiny_model("llama")[0], heads=HeadsPlace("eagle", tmp_path))
-    assert "\n" not in str(rejected.value)
-
-
-def _change(library: str, directory: Path, **changes: Any) -> None:
-    shutil.copytree(_PUBLISHED / library, directory, dirs_exist_ok=True)
-    config = directory / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
 
 
 def _logits(runner: ModelRunner, directory: Path, position: int) -> tuple[Tensor, Tensor]:
@@ -145,13 +103,10 @@ def _logits(runner: ModelRunner, directory: Path, position: int) -> tuple[Tensor
     hidden_T3E = recorded["hidden"][1 : position + 1].to(runner.dtype)
     for layer, hidden_TE in zip(runner.heads.layers, hidden_T3E.chunk(3, dim=-1), strict=True):
         aux_hidden_states.note(layer, hidden_TE.contiguous())
-    drafted: list[Tensor] = []
-
-    def choose(logits: HeadLogits, rows: Seq[int], place: int) -> list[int]:
-        drafted.append(logits.values_RD[0].clone())
-        return [token_ids[(position + 1 + place) % len(token_ids)]]
-
     with torch.inference_mode():
         runner.heads.follow(batch, aux_hidden_states, None)
-        runner.draft([HeadRow(token_ids[position], position, _BLOCKS)], NUM_PLACES, choose)
-    return torch.stack(drafted), recorded["logits_PTD"][:, position]
+        row = HeadRow(token_ids[position], position, _BLOCKS)
+        drafted = draft_logits(
+            runner, [row], NUM_PLACES, lambda place: token_ids[(position + 1 + place) % len(token_ids)]
+        )
+    return torch.cat(drafted), recorded["logits_PTD"][:, position]

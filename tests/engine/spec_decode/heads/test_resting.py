@@ -18,8 +18,9 @@ from engine.batch.rows import Row
 from engine.model.aux_hidden_states import AuxHiddenStates
 from engine.runner.runner import ModelRunner
 from engine.spec_decode.heads.eagle_layers import Eagle3Layer
-from engine.spec_decode.heads.head_row import HeadLogits, HeadRow
+from engine.spec_decode.heads.head_row import HeadRow
 from tests.engine.spec_decode.heads.head_files import eagle_reference, write_eagle
+from tests.engine.spec_decode.proposers import likeliest_draft
 from tests.engine.steps import prompts
 from tests.engine.tiny_models import MakeModel, MakeRunner
 
@@ -52,15 +53,7 @@ class Case:
         return HeadRow(self.tokens[row][num_computed], num_computed, blocks or _TABLES[row])
 
     def guess(self, row: HeadRow) -> list[int]:
-        drafted: list[int] = []
-
-        def choose(logits: HeadLogits, rows: Seq[int], place: int) -> list[int]:
-            assert logits.ids_D is not None
-            drafted.append(int(logits.ids_D[logits.values_RD[0].argmax()]))
-            return drafted[-1:]
-
-        self.runner.draft([row], 3, choose)
-        return drafted
+        return likeliest_draft(self.runner, row, 3)
 
     def expected(self, row: int, num_computed: int) -> list[int]:
         tokens = self.tokens[row][: num_computed + 1]
@@ -144,7 +137,7 @@ def test_early_draft_of_resting_heads_catches_up_one_row(case: Case, counts: Cou
     case.steps(13, 30)
     counts.clear()
     assert [case.heads.num_behind(case.row(row, 30)) for row in (0, 1)] == [17, 17]
-    case.heads.catch_up([case.row(0, 30)], 10)
+    case.runner.catch_up([case.row(0, 30)], 10)
     assert case.heads.num_behind(case.row(0, 30)) == 7 and counts["keep"] == 10
     assert case.guess(case.row(0, 30)) == case.expected(0, 30)
     assert counts["keep"] == 17
@@ -195,16 +188,3 @@ def test_settle_writes_or_passes_over_deferred_entries(case: Case, counts: Count
     assert case.guess(case.row(0, 40)) == case.expected(0, 40)
     features = case.heads.features.of(_TABLES[0], 40)
     assert any(features)
-
-
-def test_deferred_entries_of_previous_owner_are_not_used(case: Case) -> None:
-    case.prompt(1)
-    case.runner.rest(_FEW)
-    case.steps(13, 64, [1])
-    case.prompt(0)
-    case.steps(13, 22, [0])
-    assert case.heads.num_behind(case.row(0, 22)) == 9
-    grown = [*_TABLES[1][:8], _TABLES[0][2]]  # a block with deferred tokens
-    for at in (64, 65, 66):
-        case.runner.forward(Batch.of([Row(case.tokens[1][at : at + 1], at, grown, num_logits=1)], block_size=_SIZE))
-        assert case.heads.num_behind(case.row(1, at + 1, grown)) is None
