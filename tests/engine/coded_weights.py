@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from core.model.gguf_file import GGML_TYPES
-from engine.weights.quantized_weight import E2M1_LEVELS, GGMLWeight, GroupedWeight, QuantizedWeight
+from engine.weights.quantized_weight import E2M1_LEVELS, GGMLWeight, GroupedWeight, QuantizedWeight, pack_4_bits
 
 OF_GGUF = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
 # Offsets of the half-precision scales in a block.
@@ -110,8 +110,8 @@ def random_weight(
     if form.codes is not None:
         return GroupedWeight(codes.to(form.codes), scales, None if not form.zeros and least else zeros, group_I)
     levels = None if form.levels is None else torch.tensor(form.levels)
-    return GroupedWeight.of_4_bits(
-        codes, scales, zeros if levels is None else None, group_I, levels=levels, factors_O=factors
+    return GroupedWeight(
+        pack_4_bits(codes), scales, zeros if levels is None else None, group_I, levels=levels, factors_O=factors
     )
 
 

@@ -21,7 +21,7 @@ from engine.layers.codes import format_of
 from engine.layers.layers import Before, RMSNorm
 from engine.layers.packed_matrix import PackedMatrix
 from engine.quantization.write import quantize_checkpoint
-from engine.weights.quantized_weight import GGMLWeight, GroupedWeight, QuantizedWeight
+from engine.weights.quantized_weight import GGMLWeight, GroupedWeight, QuantizedWeight, pack_4_bits
 from tests.engine import coded_weights
 from tests.engine.steps import prompts, random, step
 from tests.engine.tiny_models import MakeModel, MakeRunner
@@ -219,8 +219,8 @@ def test_unsupported_weights_are_rejected() -> None:
     """Weights with NaN and zeros between codes have no format."""
     codes, group_I = torch.zeros(4, 64, dtype=torch.uint8), torch.arange(64) // 32
     scales, zeros = torch.full((4, 2), 0.1), torch.ones(4, 2)
-    assert format_of(GroupedWeight.of_4_bits(codes, scales, zeros, group_I)) is not None
-    assert format_of(GroupedWeight.of_4_bits(codes, scales, zeros + 0.5, group_I)) is None
+    assert format_of(GroupedWeight(pack_4_bits(codes), scales, zeros, group_I)) is not None
+    assert format_of(GroupedWeight(pack_4_bits(codes), scales, zeros + 0.5, group_I)) is None
     nan = torch.full((4, 64), 127, dtype=torch.uint8).view(torch.float8_e4m3fn)
     assert format_of(GroupedWeight(nan, scales, None, group_I)) is None
 
