@@ -122,7 +122,7 @@ class Autoscaler:
             number=state.number,
             moves=seen.moves_to(decision.after),
             load=str(ahead.forecast) if ahead else "",
-            rate=ahead.forecast.rate if ahead else 0.0,
+            rate=ahead.forecast.ahead.rate if ahead else 0.0,
             measured=measured if measured["num"] else None,
             is_dry_run=self.spec.dry_run,
         )

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, variance
+from typing import NamedTuple
 
 from core.trace.trace import TraceRequest
 from core.trace.traffic import SeenRequest
@@ -39,26 +40,31 @@ _LAST_PACES = 200  # latest requests over which the pace of tokens is averaged
 _Curve = list[tuple[int, float]]  # (n, share of answers longer than n), ascending
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoadForecast:
-    """Mean rate and lengths: `seen_` as observed in the window, the others as forecast."""
+class Load(NamedTuple):
+    """Mean rate and lengths of requests."""
 
-    seen_rate: float  # requests per second
-    seen_prompt: float  # tokens
-    seen_answer: float
-    rate: float
-    prompt: float
+    rate: float  # requests per second
+    prompt: float  # tokens
     answer: float
+
+
+@dataclass(frozen=True)
+class LoadForecast:
+    """Load as observed lately, and as forecast."""
+
+    seen: Load
+    ahead: Load
 
     @property
     def pace(self) -> float:
         """Ratio of the forecast time between arrivals to the observed one."""
-        return self.seen_rate / self.rate if self.rate else 1.0
+        return self.seen.rate / self.ahead.rate if self.ahead.rate else 1.0
 
     def __str__(self) -> str:
+        seen, ahead = self.seen, self.ahead
         return (
-            f"{self.seen_rate:.2f} requests/s of {self.seen_prompt:,.0f} + {self.seen_answer:,.0f} tokens, going to "
-            f"{self.rate:.2f} of {self.prompt:,.0f} + {self.answer:,.0f}"
+            f"{seen.rate:.2f} requests/s of {seen.prompt:,.0f} + {seen.answer:,.0f} tokens, going to "
+            f"{ahead.rate:.2f} of {ahead.prompt:,.0f} + {ahead.answer:,.0f}"
         )
 
 
@@ -111,40 +117,30 @@ def _differ(older: Sequence[SeenRequest], older_s: float, newer: Sequence[SeenRe
 
 
 def forecast_load(
-    requests: Sequence[SeenRequest],
-    answers: Sequence[int],
-    *,
-    begin_s: float,
-    shape_s: float,
-    now_s: float,
-    ahead_s: float,
+    requests: Sequence[SeenRequest], answers: Sequence[int], *, begin_s: float, first: int, now_s: float, ahead_s: float
 ) -> LoadForecast:
     """Forecast the load ahead_s after now_s.
 
     requests: at least one, arrived from begin_s to now_s, in this order. answers: answer length of each in tokens.
-    shape_s: start of the part that gives the observed (`seen_`) means.
+    first: index of the first request of the part that gives the observed means.
     """
     part_s = (now_s - begin_s) / _NUM_PARTS
     arrivals = [request.arrival_s for request in requests]
     bounds = [bisect_left(arrivals, begin_s + part * part_s) for part in range(_NUM_PARTS)] + [len(requests)]
-    first = bisect_left(arrivals, shape_s)
-    seen_prompt, seen_answer = fmean(r.num_tokens for r in requests[first:]), fmean(answers[first:])
-    rates: list[float] = []
-    prompts, lengths = [], []
+    series: list[list[float]] = [[], [], []]  # of rates, and of mean lengths of prompts and answers
     for low, high in pairwise(bounds):
-        rates.append((high - low) / part_s)
+        series[0].append((high - low) / part_s)
         if high > low:  # an empty part has no lengths
-            prompts.append(fmean(r.num_tokens for r in requests[low:high]))
-            lengths.append(fmean(answers[low:high]))
+            series[1].append(fmean(r.num_tokens for r in requests[low:high]))
+            series[2].append(fmean(answers[low:high]))
+    seen = Load(
+        rate=(len(requests) - first) / (now_s - arrivals[first]),
+        prompt=fmean(r.num_tokens for r in requests[first:]),
+        answer=fmean(answers[first:]),
+    )
     steps = max(1, round(ahead_s / part_s))
-    seen_rate = (len(requests) - first) / (now_s - shape_s)
     return LoadForecast(
-        seen_rate=seen_rate,
-        seen_prompt=seen_prompt,
-        seen_answer=seen_answer,
-        rate=_expected(rates, seen_rate, steps=steps),
-        prompt=_expected(prompts, seen_prompt, steps=steps),
-        answer=_expected(lengths, seen_answer, steps=steps),
+        seen, Load(*(_expected(one, mean, steps=steps) for one, mean in zip(series, seen, strict=True)))
     )
 
 
@@ -153,17 +149,18 @@ def upcoming(requests: Sequence[SeenRequest], answers: Sequence[int], forecast: 
 
     A lengthened prompt keeps its prefix and gets a unique suffix.
     """
-    longer, wordier = forecast.prompt / forecast.seen_prompt, forecast.answer / forecast.seen_answer
+    seen, ahead = forecast.seen, forecast.ahead
+    longer, wordier = ahead.prompt / seen.prompt, ahead.answer / seen.answer
     begin_s = requests[0].arrival_s
     return [
         trace_request(
-            seen,
+            request,
             number=number,
-            arrival_s=(seen.arrival_s - begin_s) * forecast.pace,
-            num_tokens=max(1, round(seen.num_tokens * longer)),
+            arrival_s=(request.arrival_s - begin_s) * forecast.pace,
+            num_tokens=max(1, round(request.num_tokens * longer)),
             num_output=max(1, round(answer * wordier)),
         )
-        for number, (seen, answer) in enumerate(zip(requests, answers, strict=True))
+        for number, (request, answer) in enumerate(zip(requests, answers, strict=True))
     ]
 
 

@@ -91,7 +91,7 @@ class SimulatedOutlook:
             recent,
             answers,
             begin_s=max(now_s - WINDOW_S, requests[0].arrival_s),
-            shape_s=max(now_s - WINDOW_S, recent[first].arrival_s),
+            first=first,
             now_s=now_s,
             ahead_s=ahead_s,
         )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from core.types.request import Role
 from engine.scheduler.prompts import KVSource, Prompt
+from engine.scheduler.sequence import Sequence as TokenSequence
 from engine.scheduler.step import Prefilled, ScheduledStep
 from engine.scheduler.step_commands import Orders
 from planner.simulator.clock import Action
@@ -119,8 +120,8 @@ class DecodeReplica(Replica):
         super().drain(then)
         self._wake()
 
-    def num_generated(self, flight: Flight) -> int:
-        return self._prompts[flight].sequence.num_generated
+    def sequence_of(self, flight: Flight) -> TokenSequence:
+        return self._prompts[flight].sequence
 
     def reserve(self, flight: Flight, num_generated: int) -> None:
         """Reserve blocks for an answer that runs on another replica and has num_generated tokens."""
@@ -163,10 +164,6 @@ class DecodeReplica(Replica):
         for sequence in list(self._engine.decoding.running) if self.on_empty else ():
             if (flight := self._flights[sequence]).moves_to is None:
                 self._leaving(self, flight)
-
-    def held_tokens(self, flight: Flight) -> int:
-        """Return the number of leading tokens of an admitted request whose KV is here."""
-        return self._prompts[flight].sequence.num_computed
 
     def begin_step(self, admitted: Sequence[Prompt]) -> None:
         for prompt in admitted:

@@ -322,7 +322,8 @@ class Fleet:
         kv, link, decode = self._profile.kv, self._profile.link, self.decodes[flight.option.decode]
         flight.first_token_at = flight.last_token_at = self.clock.now
         self._answered(prefill, flight)
-        num_bytes = self._wire_cache.shipped_bytes(flight.request.num_tokens, held=decode.held_tokens(flight))
+        held = decode.sequence_of(flight).num_computed
+        num_bytes = self._wire_cache.shipped_bytes(flight.request.num_tokens, held=held)
         self.shipped_bytes += num_bytes
         hidden = min(flight.compute_s * link.bytes_per_s, num_bytes * (1 - 1 / kv.num_layers))
         landed = prefill.send(num_bytes - hidden, link.bytes_per_s) + link.latency_s
@@ -359,7 +360,7 @@ class Fleet:
         target = min(others, key=lambda replica: replica.num_streams)
         flight.moves_to = target.name
         self._join(flight, target)
-        flight.reserved_at = source.num_generated(flight)
+        flight.reserved_at = source.sequence_of(flight).num_generated
         target.reserve(flight, flight.reserved_at)
 
     def _copy(self, flight: Flight) -> None:
@@ -368,7 +369,7 @@ class Fleet:
         if flight.moves_to is None:  # initially placed, so it needs no transfer
             self.clock.at(self.clock.now, lambda: source.take_over(flight, flight.reserved_at))
             return
-        num_bytes = self._wire_cache.shipped_bytes(flight.request.num_tokens + source.num_generated(flight))
+        num_bytes = self._wire_cache.shipped_bytes(flight.request.num_tokens + source.sequence_of(flight).num_generated)
         self.shipped_bytes += num_bytes
         copied = source.send(num_bytes, link.bytes_per_s) + link.latency_s
         self.clock.at(copied, lambda: self._copied(flight, source))
@@ -376,7 +377,7 @@ class Fleet:
     def _copied(self, flight: Flight, source: DecodeReplica) -> None:
         if flight.moves_to is None:
             return  # the answer has ended
-        if source.num_generated(flight) + 1 < flight.reserved_at + ROOM_TOKENS:
+        if source.sequence_of(flight).num_generated + 1 < flight.reserved_at + ROOM_TOKENS:
             source.hand_over(flight, lambda num_generated: self._moved(flight, source, num_generated))
             return
         # The answer has outgrown the blocks reserved while it waited at the target: try again.

@@ -88,16 +88,19 @@ class Store:
         self._eviction = make_eviction(setup.eviction, num_blocks=sizes.num_blocks, clock=lambda: clock.now)
         self.blocks = BlockManager(sizes.num_blocks, self._eviction, num_states=sizes.num_states, windows=windows)
         self.host: BlockAllocator | None = None
+        self._tiers: list[BlockAllocator] = [self.blocks]
         if num_host_blocks:
             host_eviction = make_eviction(setup.eviction, num_blocks=num_host_blocks, clock=lambda: clock.now)
             self.host = BlockAllocator(num_host_blocks, host_eviction)
+            self._tiers.append(self.host)
         self._indexes = site.indexes
         self._pieces = range(kv.pool_cache(size).num_pieces)  # of a state in the host tier
         self._evicted_states: list[bytes] = []
         self._checkpoints: set[bytes] = set()  # on the device; as the indexes list them
         if states := self.blocks.states:
             states.checkpoint_every(setup.checkpoint_tokens, block_size=size)
-            states.on_evict = lambda index, prefix_hash: self._evicted_states.append(prefix_hash)
+            if self.host:
+                states.on_evict = lambda index, prefix_hash: self._evicted_states.append(prefix_hash)
 
     def publish(self) -> None:
         """Update the indexes with the changes since the last call, and move what was evicted to the host."""
@@ -122,8 +125,7 @@ class Store:
                 self.host.free(taken[0])
         lost = [prefix_hash for prefix_hash, is_held in self.host.take_changes().items() if not is_held]
         self._indexes.stored.store(self.replica, added)
-        tiers = (self.blocks, self._checkpoints, self.host)
-        gone = [one for one in (*lost, *removed) if not any(one in tier for tier in tiers)]
+        gone = [one for one in (*lost, *removed) if not (self._holds(one) or one in self._checkpoints)]
         self._indexes.stored.remove(self.replica, gone)
 
     def num_fetchable(self, hashes: Sequence[bytes]) -> int:
@@ -131,9 +133,7 @@ class Store:
         if self.blocks.windows:
             # Such a prefix is shipped whole or not at all; see PrefixFetches.begin.
             return len(hashes) if self.blocks.match_reusable(hashes) == len(hashes) else 0
-        depth = self.blocks.match(hashes)
-        while depth < len(hashes) and (hashes[depth] in self.blocks or (self.host and hashes[depth] in self.host)):
-            depth += 1
+        depth = next((i for i, one in enumerate(hashes) if not self._holds(one)), len(hashes))
         while self.blocks.states and depth and not self._has_state(hashes[depth - 1]):
             depth -= 1
         return depth
@@ -152,8 +152,8 @@ class Store:
         if not hashes or taken is None:
             return []
         blocks, windows, states = taken[0], self.blocks.windows, self.blocks.states
-        parts = [blocks[place] for place in windows.seen_from(len(hashes)) if is_new[place]] if windows else []
         if windows:
+            parts = [blocks[place] for place in windows.seen_from(len(hashes)) if is_new[place]]
             parts = parts if len(parts) <= windows.num_available else []
             windows.attach(parts)
         for place in itertools.compress(range(len(hashes)), is_new):
@@ -181,6 +181,9 @@ class Store:
             held.parts.release(self.blocks.windows)
         self.blocks.free(held.ids)
         self.publish()
+
+    def _holds(self, prefix_hash: bytes) -> bool:
+        return any(prefix_hash in tier for tier in self._tiers)
 
     def _pieces_of(self, prefix_hash: bytes) -> list[bytes]:
         return [checkpoint_hash(prefix_hash, piece=piece) for piece in self._pieces]

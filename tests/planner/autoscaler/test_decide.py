@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from core.spec.schema import AutoscaleSpec, PoolBounds
 from core.trace.traffic import SeenRequest, Slo
 from planner.autoscaler.decide import Autoscaler, AutoscaleState, Trust
-from planner.autoscaler.forecast import LoadForecast
+from planner.autoscaler.forecast import Load, LoadForecast
 from planner.autoscaler.observation import ChangePrice, Observation, Saturation
 from planner.autoscaler.pool_sizes import Demand, PoolSizes
 from planner.autoscaler.scaling_decision import Prediction, ScalingDecision
@@ -22,7 +22,7 @@ _PRICE = ChangePrice(start_prefill_s=60.0, start_decode_s=60.0, drain_s=1.0, swi
 _IDLE = Saturation(prefill=0.0, decode=0.0)
 _ONE_EACH = PoolSizes(1, 1)
 _LOADS = st.floats(min_value=0.01, max_value=20.0)
-_FORECAST = LoadForecast(seen_rate=1.0, seen_prompt=100.0, seen_answer=100.0, rate=1.0, prompt=100.0, answer=100.0)
+_FORECAST = LoadForecast(seen=Load(1.0, 100.0, 100.0), ahead=Load(1.0, 100.0, 100.0))
 
 
 @dataclass

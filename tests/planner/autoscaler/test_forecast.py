@@ -31,26 +31,26 @@ def test_noise_does_not_change_the_forecast() -> None:
     draw = random.Random(7)
     arrivals = sorted(draw.uniform(0, 180) for _ in range(400))
     requests = _requests(arrivals)
-    found = forecast_load(requests, [50] * 400, begin_s=0.0, shape_s=0.0, now_s=180.0, ahead_s=60.0)
-    assert found.rate == pytest.approx(found.seen_rate, rel=0.12)
-    assert found.prompt == 640 and found.answer == 50
+    found = forecast_load(requests, [50] * 400, begin_s=0.0, first=0, now_s=180.0, ahead_s=60.0)
+    assert found.ahead.rate == pytest.approx(found.seen.rate, rel=0.12)
+    assert found.ahead[1:] == (640, 50)
 
 
 def test_a_doubled_rate_is_detected_within_a_minute_and_bounded() -> None:
     slow, fast = [i * 1.0 for i in range(120)], [120 + i * 0.25 for i in range(240)]
     requests = _requests(slow + fast)
-    found = forecast_load(requests, [50] * len(requests), begin_s=0.0, shape_s=0.0, now_s=180.0, ahead_s=60.0)
-    assert found.seen_rate == pytest.approx(2.0)
-    assert 2.8 < found.rate <= 4.0
+    found = forecast_load(requests, [50] * len(requests), begin_s=0.0, first=0, now_s=180.0, ahead_s=60.0)
+    assert found.seen.rate == pytest.approx(2.0)
+    assert 2.8 < found.ahead.rate <= 4.0
 
 
 def test_replayed_trace_matches_the_forecast_and_keeps_prefixes() -> None:
     requests = _requests([i * 0.5 for i in range(200)] + [100 + i * 0.25 for i in range(320)])
     answers = [50] * len(requests)
-    found = forecast_load(requests, answers, begin_s=0.0, shape_s=0.0, now_s=180.0, ahead_s=60.0)
+    found = forecast_load(requests, answers, begin_s=0.0, first=0, now_s=180.0, ahead_s=60.0)
     trace = upcoming(requests, answers, found)
-    assert (len(trace) - 1) / trace[-1].arrival_s == pytest.approx(found.rate, rel=0.02)
-    assert fmean(request.num_tokens for request in trace) == pytest.approx(found.prompt, rel=0.01)
+    assert (len(trace) - 1) / trace[-1].arrival_s == pytest.approx(found.ahead.rate, rel=0.02)
+    assert fmean(request.num_tokens for request in trace) == pytest.approx(found.ahead.prompt, rel=0.01)
     assert all(request.ids and request.ids[:10] == tuple(range(10))[: len(request.ids)] for request in trace)
     assert all(len(request.ids or ()) * request.tokens_per_id >= request.num_tokens for request in trace)
 
