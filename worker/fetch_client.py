@@ -19,7 +19,7 @@ from core.types.handoff import PrefixSource
 from core.wire.call_errors import error_of
 from core.wire.channel import LastingChannel, open_lasting_channel
 from core.wire.messages import handoff_to_proto
-from kvtransfer.protocol.fetches import Fetch
+from kvtransfer.protocol.incoming_transfers import Fetch
 from worker.rank_group import OtherRanks
 
 _MAX_CHANNELS = 64  # idle channels beyond this number are closed

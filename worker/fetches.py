@@ -16,7 +16,7 @@ from engine.scheduler.prompts import Prompt, PromptQueue
 from engine.scheduler.sequence import Sequence
 from engine.tiers.commands import LoadResult
 from engine.tiers.tiers import Tiers
-from kvtransfer.protocol.fetches import Fetch, PrefixFetches
+from kvtransfer.protocol.incoming_transfers import Fetch, PrefixFetches
 from kvtransfer.protocol.ledger import Landing
 from kvtransfer.transfer.serve_fetches import ServedFetches
 

@@ -36,7 +36,7 @@ from engine.kv.block_manager import BlockManager
 from engine.kv.layout import KVLayout
 from engine.scheduler.prompts import Prompt
 from engine.scheduler.sequence import Sequence
-from kvtransfer.protocol.fetches import Fetch, PrefixFetches
+from kvtransfer.protocol.incoming_transfers import Fetch, PrefixFetches
 from kvtransfer.protocol.ledger import Landing
 from kvtransfer.protocol.rank_transfer import Shipment
 from kvtransfer.protocol.validation import check_handoff

@@ -29,7 +29,7 @@ from engine.spec_decode.suffix import Corpus
 from engine.tiers.tiers import Tiers
 from engine.timing.pace import HostEvent, Pace
 from engine.timing.rate import Rate
-from kvtransfer.protocol.fetches import PrefixFetches
+from kvtransfer.protocol.incoming_transfers import PrefixFetches
 from kvtransfer.protocol.ledger import Landing
 from kvtransfer.protocol.rank_transfer import Shipment
 from kvtransfer.transfer.serve_fetches import ServedFetches

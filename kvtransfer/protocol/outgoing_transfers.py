@@ -114,8 +114,8 @@ class OutgoingTransfers(Generic[T]):
         outgoing.state_slots += state_slots
 
     def abort(self, outgoing: OutgoingTransfer[T], error: TransferError) -> None:
-        """Abort sending. The transfer is over when every rank has reported; the first error wins."""
-        if outgoing.error is None:
+        """Abort sending, unless it has ended. It is over when every rank has reported; the first error wins."""
+        if outgoing.error is None and outgoing.key in self._under_way:
             outgoing.error = error
             self._aborts.append(outgoing.key)
 

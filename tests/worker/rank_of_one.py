@@ -18,8 +18,8 @@ from engine.runner.runner import ModelRunner
 from engine.scheduler import sequence
 from engine.scheduler.prompts import KVSource, Prompt
 from engine.tiers.tiers import Tiers
-from kvtransfer.protocol.fetches import PrefixFetches
 from kvtransfer.protocol.frames import Opening
+from kvtransfer.protocol.incoming_transfers import PrefixFetches
 from kvtransfer.protocol.rank_transfer import Shipment
 from kvtransfer.transfer.serve_fetches import ServedFetches
 from tests.engine.tiny_models import random_model, tiny_config

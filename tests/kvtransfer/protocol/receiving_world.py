@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 from core.types.errors import TransferError
 from core.types.handoff import Handoff, PrefixSource
 from engine.kv.block_manager import BlockManager
-from kvtransfer.protocol.fetches import Fetch, PrefixFetches
 from kvtransfer.protocol.frames import CommitFrame, Opening, SegmentFrame
-from kvtransfer.protocol.incoming_transfers import IncomingTransfer, IncomingTransfers
+from kvtransfer.protocol.incoming_transfers import Fetch, IncomingTransfer, IncomingTransfers, PrefixFetches
 from kvtransfer.protocol.ledger import Landing, Ledger, Register
 from kvtransfer.protocol.plan import HeadCopy, plan_heads
 from kvtransfer.protocol.rank_transfer import Shipment
