@@ -12,13 +12,10 @@ kernel. On a CPU, `ways` lists the time in ms of each implementation of a produc
 chosen one: see engine/cpu/autotune.py.
 
     python -m benchmarks engine --json
-    python -m benchmarks.engine.bench DIRECTORY      without the command line's packages
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
@@ -31,7 +28,7 @@ import torch
 from torch import Tensor
 
 from core.types.errors import SpecError
-from engine.config import EngineConfig, device_for
+from engine.config import EngineConfig
 from engine.cpu.huge_pages import advise
 from engine.cpu.library import open_kernels
 from engine.cpu.processor import instruction_sets
@@ -200,26 +197,3 @@ def _timed(work: Callable[[], object]) -> float:
     begin = time.perf_counter()
     work()
     return time.perf_counter() - begin
-
-
-def main() -> None:
-    def counts(text: str) -> list[int]:
-        return [int(count) for count in text.split(",")]
-
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.engine.bench", description="One JSON object on stdout.")
-    parser.add_argument("model_dir", type=Path)
-    parser.add_argument("--batches", "--batch", type=counts, default=[1, 8, 32])
-    parser.add_argument("--contexts", "--context", type=counts, default=[128])
-    parser.add_argument("--prefills", "--prefill", type=counts, default=[512, 2048])
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--weights", default="auto")
-    parser.add_argument("--pool-dtype", default="auto")
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--gpu", action="store_true")
-    options = vars(parser.parse_args())
-    device = device_for(gpus=options.pop("gpu"))
-    print(json.dumps(bench_engine(options.pop("model_dir"), device=device, **options)))
-
-
-if __name__ == "__main__":
-    main()

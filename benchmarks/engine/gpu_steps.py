@@ -1,19 +1,19 @@
 """Decode steps of whole models of known shapes on a GPU, replayed from a graph, compared with the memory lower bound.
 
-python -m benchmarks.engine.gpu_steps llama-8b qwen3-30b-a3b …         needs only torch, triton and numpy
+python -m benchmarks.engine.gpu_steps [SHAPE …]         needs only torch, triton and numpy
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import sys
 from collections.abc import Sequence as Seq
 from functools import partial
 from typing import Any
 
 import torch
 
-from benchmarks.engine.gpu_command import requested_shapes
 from benchmarks.engine.kernels import copy_rate, device_seconds
 from benchmarks.engine.random_models import SHAPES, random_runner
 from core.model.shape import ModelConfig
@@ -131,4 +131,4 @@ def _idle_parameters(config: ModelConfig, num_rows: int) -> float:
 
 
 if __name__ == "__main__":
-    print(json.dumps(bench_gpu_steps(requested_shapes(__doc__, list(SHAPES))), indent=1))
+    print(json.dumps(bench_gpu_steps(sys.argv[1:] or [*SHAPES]), indent=1))

@@ -13,7 +13,7 @@ On a GPU, steps are scheduled ahead, and only the host work that does not overla
 Between the arrival of step n's tokens and the launch of n + 2, the device computes n + 1. `ahead_ms` is the length of
 that interval: a device with longer steps is never idle. `idle_ms` is the idle time between two steps of 0.25 ms each.
 The device is simulated by a clock that also runs while the host is waiting; it samples tokens itself. Launch cost in a
-GPU driver is not included (benchmarks.engine.loop measures it on a GPU).
+GPU driver is not included (tests.gpu_check.loop measures it on a GPU).
 
 No prompt is computed, contexts end at different positions in their blocks, and every step is recorded as in a replica.
 The kinds alternate; each figure is the 10 % quantile of all steps of a kind, because other users of the machine can

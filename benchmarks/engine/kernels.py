@@ -18,11 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.engine.few_tokens import Case, few_tokens
-from benchmarks.engine.gpu_command import requested_shapes
 from benchmarks.engine.products import bench_products
 from core.model.kv_memory import QUANTIZED
 from core.types.errors import SpecError
+from engine.kernels.attention.absorb_queries import launch_absorb_queries
 from engine.kernels.attention.attention_rule import AttentionRule
 from engine.kernels.attention.decode_attention import launch_decode_attention, resident_programs
 from engine.kernels.attention.dense_prefill import launch_dense_prefill_attention
@@ -36,7 +35,9 @@ from engine.kernels.attention.query_tiles import QueryTiles
 from engine.kernels.attention.rotary import rotate
 from engine.kernels.gated_mul import gated_mul
 from engine.kernels.kv_wire import pack_kv, unpack_kv
+from engine.kernels.moe.expert_router import launch_route, new_counters
 from engine.kernels.moe.fused_experts import launch_fused_experts
+from engine.kernels.moe.top_k import ChoiceRule
 from engine.kernels.quant.row_quantization import quantize_rows
 from engine.kernels.rms_norm import add_rms_norm
 from engine.kv.layout import DTYPES
@@ -53,6 +54,7 @@ _LONG_CONTEXT = 131072
 _PROMPT = 8192
 # A short question after a long cached text.
 _SUFFIX, _PREFIX = 128, 32768
+_FEW = 1, 64  # tokens of a decode step
 _COPY_BYTES = 1 << 31
 _MATMUL = 8192
 _TRIES = 20
@@ -60,6 +62,8 @@ _TRIES = 20
 _HEAD_START_CYCLES = 2_000_000
 _QUANTIZED = {name: DTYPES[dtype] for name, dtype in QUANTIZED.items()}
 
+# Name, function to run, its bytes or operations, "bytes" or "flops".
+Case = tuple[str, Callable[[], object], float, str]
 Group = Callable[[torch.device], list[Case]]
 # Seconds of one run on the device.
 Seconds = Callable[[Callable[[], object]], float]
@@ -277,6 +281,34 @@ def experts(device: torch.device) -> list[Case]:
     return cases
 
 
+def few_tokens(device: torch.device) -> list[Case]:
+    """Return cases limited by the latency of memory rather than by its bandwidth.
+
+    Routing with sorting of Qwen3 30B-A3B, and query absorption with row storage of DeepSeek-V2-Lite and V3.
+    """
+    cases: list[Case] = []
+    rule = ChoiceRule(num_choices=8, normalizes_weights=True)
+    weight = torch.randn(128, 2048, device=device, dtype=torch.bfloat16)
+    nope, rope, latent = 128, 64, 512
+    pool = torch.zeros(_FEW[-1], 1, 1, _S, latent + rope, device=device, dtype=torch.bfloat16)
+    norm = torch.ones(latent, device=device, dtype=torch.bfloat16)
+    for num_tokens in _FEW:
+        x = torch.randn(num_tokens, 2048, device=device, dtype=torch.bfloat16)
+        choose = partial(launch_route, x, weight, None, new_counters(device), rule, is_exact=False)
+        cases.append((f"route {num_tokens}", choose, weight.nbytes, "bytes"))
+        row = torch.randn(num_tokens, latent + rope, device=device, dtype=torch.bfloat16)
+        cos, sin = torch.randn(2, num_tokens, 1, rope // 2, device=device, dtype=torch.bfloat16)
+        slots = torch.arange(num_tokens, dtype=torch.int32, device=device)
+        for num_heads in (16, 128):
+            q = torch.randn(num_tokens, num_heads, nope + rope, device=device, dtype=torch.bfloat16)
+            key = torch.randn(num_heads, nope, latent, device=device, dtype=torch.bfloat16)
+            stored = (q, row, norm, 1e-6, cos, sin, pool, None, slots, key)
+            absorb = partial(launch_absorb_queries, *stored, is_interleaved=True)
+            num_bytes = key.nbytes + q.nbytes + q.nbytes * (latent + rope) // (nope + rope)
+            cases.append((f"absorb_queries {num_heads} heads {num_tokens}", absorb, num_bytes, "bytes"))
+    return cases
+
+
 def _decode(
     q: Tensor, codes: Tensor, scales: Tensor | None, blocks: Tensor, lens: list[int], *, num_queries: int = 1
 ) -> Callable[[], None]:
@@ -338,5 +370,4 @@ def _suffix(q: Tensor, codes: Tensor, scales: Tensor | None, blocks: Tensor) -> 
 GROUPS: Sequence[Group] = (copies, elementwise, attention, latent, experts, few_tokens)
 
 if __name__ == "__main__":
-    requested_shapes(__doc__)
     print(json.dumps(bench_kernels()))

@@ -3,13 +3,10 @@ weights.
 
 `device_ms`: forward pass and sampler of the same rows, launched back to back. `waits_ms`, `ahead_ms`: engine steps with
 all host work, synchronous and async. `same`: both produced the same tokens, one per step.
-
-python -m benchmarks.engine.loop llama-8b
 """
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,11 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.engine.gpu_command import requested_shapes
-from benchmarks.engine.random_models import SHAPES, random_runner
 from core.types.request import Sampling, SequenceRequest
 from engine.engine import Engine, SchedulerConfig
-from engine.kernels.sample import TILING, Tiling
 from engine.kv.block_manager import BlockManager
 from engine.runner.runner import ModelRunner
 from engine.sampling.params import SamplingRow
@@ -44,7 +38,7 @@ _MOST_DRAFTED = 7  # tokens per row
 _TRIES = 3
 
 
-def bench_sampler(device: torch.device, tilings: tuple[Tiling, ...] = (TILING,)) -> Iterator[dict[str, Any]]:
+def bench_sampler(device: torch.device) -> Iterator[dict[str, Any]]:
     """Yield the sampler's device time in microseconds, for nearly flat logits and for those of a confident model."""
     for num_rows, vocabulary in ((64, 128256), (256, 151936)):
         flat = torch.randn(num_rows, vocabulary, device=device, generator=torch.Generator(device).manual_seed(0))
@@ -54,12 +48,14 @@ def bench_sampler(device: torch.device, tilings: tuple[Tiling, ...] = (TILING,))
             ]
             sampled_rows = [] if sampling.is_greedy else rows
             for kind, logits in (("flat", flat), ("sure", flat * 3)):
-                row: dict[str, Any] = {"rows": num_rows, "vocabulary": vocabulary, "asks": name, "logits": kind}
-                for tiling in tilings:
-                    us = _device_us(partial(choose_by_kernel, logits, sampled_rows, tiling))
-                    row[f"{tiling.block}/{tiling.num_warps}"] = round(us, 1)
-                row["torch"] = round(_device_us(partial(choose_by_torch, logits, sampled_rows)), 1)
-                yield row
+                yield {
+                    "rows": num_rows,
+                    "vocabulary": vocabulary,
+                    "asks": name,
+                    "logits": kind,
+                    "kernel": round(_device_us(partial(choose_by_kernel, logits, sampled_rows)), 1),
+                    "torch": round(_device_us(partial(choose_by_torch, logits, sampled_rows)), 1),
+                }
 
 
 def bench_steps(runner: ModelRunner) -> Iterator[dict[str, Any]]:
@@ -162,17 +158,3 @@ def _device_us(work: Callable[[], object]) -> float:
         end.synchronize()
         best = min(best, begin.elapsed_time(end) / 8 * 1e3)
     return best
-
-
-def main() -> None:
-    (shape,) = requested_shapes(__doc__, list(SHAPES), is_one=True)
-    for row in bench_sampler(torch.device("cuda")):
-        print(json.dumps(row), flush=True)
-    with torch.inference_mode():
-        runner = random_runner(shape, num_blocks=num_blocks_of_steps(), recorded_rows=64)
-        for row in bench_steps(runner):
-            print(json.dumps(row), flush=True)
-
-
-if __name__ == "__main__":
-    main()

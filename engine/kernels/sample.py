@@ -10,8 +10,6 @@ uses fp32 in an order that depends on the vocabulary size only.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -27,18 +25,11 @@ DRAW_BITS = 24
 NO_LOGIT_IS_FINITE, NOT_FINITE = -2, -1
 
 
-@dataclass(frozen=True)
-class Tiling:
-    """Tile size of the pass over a row by its program."""
-
-    block: int = 4096
-    num_warps: int = 16
+# Logits of a row that its program reads at a time.
+_BLOCK, _NUM_WARPS = 4096, 16
 
 
-TILING = Tiling()
-
-
-def launch_choice(logits_RV: Tensor, numbers_R6: Tensor | None, tiling: Tiling = TILING) -> Tensor:
+def launch_choice(logits_RV: Tensor, numbers_R6: Tensor | None, *, block: int = _BLOCK) -> Tensor:
     """Return (R,) int32: tokens, or error codes. logits_RV: fp32, dense in V.
 
     numbers_R6: int32, see NUM_NUMBERS, fractions as the bits of fp32; top-k 0 disables it. None: all rows are greedy.
@@ -53,8 +44,8 @@ def launch_choice(logits_RV: Tensor, numbers_R6: Tensor | None, tiling: Tiling =
         logits_RV.stride(0),
         vocabulary,
         DRAWS=numbers_R6 is not None,
-        BLOCK=tiling.block,
-        num_warps=tiling.num_warps,
+        BLOCK=block,
+        num_warps=_NUM_WARPS,
     )
     return chosen_R
 

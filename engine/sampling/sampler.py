@@ -31,7 +31,7 @@ from torch import Tensor
 
 from core.types.request import TokenLogprob
 from engine.batch.device_batch import upload
-from engine.kernels.sample import DRAW_BITS, NO_LOGIT_IS_FINITE, NOT_FINITE, NUM_NUMBERS, TILING, Tiling, launch_choice
+from engine.kernels.sample import DRAW_BITS, NO_LOGIT_IS_FINITE, NOT_FINITE, NUM_NUMBERS, launch_choice
 from engine.runner import streams
 from engine.runner.streams import DeviceStream
 from engine.sampling.greedy import likeliest, penalise
@@ -134,16 +134,16 @@ def _set_impossible(logits_RV: Tensor, pairs_2U: NDArray[np.int64]) -> None:
     logits_RV[rows_U, ids_U] = torch.full((), -math.inf, device=device)
 
 
-def choose_by_kernel(logits_RV: Tensor, rows: Seq[_NumberedRow], tiling: Tiling = TILING) -> Tensor:
+def choose_by_kernel(logits_RV: Tensor, rows: Seq[_NumberedRow]) -> Tensor:
     """-> (R,) int32, see launch_choice. rows: those that are not plain."""
     if penalties := {i: row.penalties() for i, row in rows if row.has_penalties}:
         penalise(logits_RV, penalties)
     drawing = [(i, row) for i, row in rows if not row.sampling.is_greedy]
     if not drawing:
-        return launch_choice(logits_RV, None, tiling)
+        return launch_choice(logits_RV, None)
     numbers_R6 = np.zeros((len(logits_RV), NUM_NUMBERS), dtype=np.int32)
     numbers_R6[[i for i, _ in drawing]] = [numbers_of(row) for _, row in drawing]
-    return launch_choice(logits_RV, upload([numbers_R6], logits_RV.device)[0], tiling)
+    return launch_choice(logits_RV, upload([numbers_R6], logits_RV.device)[0])
 
 
 def numbers_of(row: SamplingRow) -> tuple[int, ...]:

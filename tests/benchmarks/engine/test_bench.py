@@ -54,18 +54,6 @@ def test_missing_kernels_are_reported(
     assert ("a C++ compiler" in capsys.readouterr().out) != has_kernels
 
 
-def test_runs_as_a_module(
-    tiny_model: MakeModel, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    directory, _ = tiny_model("llama")
-    monkeypatch.setattr(bench, "_NUM_STEPS", 2)
-    options = ["--batch", "2", "--context", "5", "--prefill", "9", "--dtype", "float32"]
-    monkeypatch.setattr("sys.argv", ["bench", str(directory), *options])
-    bench.main()
-    result = json.loads(capsys.readouterr().out)
-    assert [row["batch"] for row in result["decode"]] == [2] and [row["tokens"] for row in result["prefill"]] == [9]
-
-
 def test_invalid_counts_are_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["engine", "--batch", "1,none"]) == 2
     assert "--batch 1,none" in capsys.readouterr().err

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from core.types.request import Sampling
 from engine.kernels.log_sum_exp import launch_log_norms
-from engine.kernels.sample import NO_LOGIT_IS_FINITE, NOT_FINITE, Tiling, launch_choice
+from engine.kernels.sample import NO_LOGIT_IS_FINITE, NOT_FINITE, launch_choice
 from engine.sampling import sampler
 from engine.sampling.params import SamplingRow
 from tests.engine.kernels.pools import DEVICE
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
 
 V = 1100 if DEVICE.type == "cpu" else 151_937
 # Several tiles per row in the interpreter too.
-_SMALL = Tiling(block=512, num_warps=4)
+_SMALL = 512
 
 
 def _rows(samplings: list[Sampling], seed: int = 0) -> list[SamplingRow]:
@@ -39,9 +39,9 @@ def _logits(num_rows: int, seed: int, *, is_rounded: bool = False) -> Tensor:
     return (x.bfloat16().float() if is_rounded else x).to(DEVICE)
 
 
-def _chosen(logits_RV: Tensor, rows: list[SamplingRow], tiling: Tiling = _SMALL) -> list[int]:
+def _chosen(logits_RV: Tensor, rows: list[SamplingRow], block: int = _SMALL) -> list[int]:
     numbers = np.array([sampler.numbers_of(row) for row in rows], dtype=np.int32)
-    chosen: list[int] = launch_choice(logits_RV, torch.from_numpy(numbers).to(DEVICE), tiling).tolist()
+    chosen: list[int] = launch_choice(logits_RV, torch.from_numpy(numbers).to(DEVICE), block=block).tolist()
     return chosen
 
 
@@ -80,7 +80,7 @@ def test_non_finite_logits_have_distinct_error_codes(draws: bool) -> None:
     assert 0 <= chosen[3] < V and logits[4, chosen[4]].isfinite()
     if not draws:
         assert chosen[3] == 0, "ties select the first token"
-        assert launch_choice(logits, None, _SMALL).tolist() == chosen
+        assert launch_choice(logits, None, block=_SMALL).tolist() == chosen
 
 
 @pytest.mark.parametrize(("draw", "chosen"), [(0.0, 2), (1 - 2.0**-48, 4)])
