@@ -11,14 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels.moe.fused_experts import launch_fused_experts
-from engine.kernels.moe.quantized_experts import launch_coded_experts
+from engine.kernels.moe.fused_experts import launch_coded_experts, launch_fused_experts
 from engine.kernels.quant.code_panels import CodePanels
 from engine.kernels.quant.code_words import E4M3, NIBBLES
 from engine.layers.code_parts import CodeRows, panels_of
-from engine.layers.int8_matrix import Int8Matrix
 from engine.layers.layers import Matrix
-from engine.layers.low_bit_matrix import CodedMatrix
+from engine.layers.low_bit_matrix import CodedMatrix, Int8Matrix
 
 # T tokens, I input features, O output features, G groups of inputs
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention.gathered_kv import GatheredRows
 from engine.attention.heads import Heads, WindowedHeads
 from engine.attention.layer_attention import Angles, LayerAttention
-from engine.batch.device_batch import DeviceBatch, PromptRows
+from engine.batch.device_batch import DeviceBatch, PromptRows, upload
 from engine.kernels.attention.attention_rule import AttentionRule
 from engine.kernels.attention.decode_attention import launch_decode_attention, resident_programs
 from engine.kernels.attention.dense_prefill import launch_dense_prefill_attention
@@ -18,10 +20,12 @@ from engine.kernels.attention.prefill_attention import launch_prefill_attention
 from engine.kernels.attention.query_groups import QueryGroups
 from engine.kernels.attention.rotary import rotate
 from engine.kernels.attention.store_heads import HeadNorms, launch_store_heads
+from engine.kernels.language import cdiv
 from engine.kv.basis import KVBasis, change_basis
 from engine.kv.pool import KVPool
 
-# T tokens, R rows, H query heads and K kv heads of this rank, N = H + 2 K, D head_dim, F = D / 2, L keys of all prompts
+# T tokens, R rows, H query heads and K kv heads of this rank, N = H + 2 K, D head_dim, F = D / 2, L keys of all
+# prompts, N gathered blocks
 
 # From so many queries of a key on, on the average, gathering it costs less than reading blocks in place: of the rate of
 # matrix products, the kernels reach .63 and .50, over 8 bits about .25 (docs/benchmarks/gpu.md).
@@ -158,3 +162,24 @@ def is_worth_gathering(prompts: PromptRows, pool: KVPool, dtype: torch.dtype) ->
         return False
     seen = sum(queries * keys for queries, keys in zip(prompts.query_lens, prompts.context_lens, strict=True))
     return seen >= num_keys * (MIN_QUERIES_OF_CODES if layout.has_scales else MIN_QUERIES)
+
+
+@dataclass(frozen=True)
+class GatheredRows:
+    """Blocks that hold all positions of each prompt, or a range of them, one row after the other."""
+
+    # int32 block ids.
+    blocks_N: Tensor
+    # int32 offset of each row's keys among the keys of all blocks.
+    firsts_R: Tensor
+
+    @classmethod
+    def of(cls, rows: PromptRows, pool: KVPool, begin: int = 0, end: int | None = None) -> GatheredRows:
+        """Select the blocks of positions [begin, end) of each row; both are multiples of the block size."""
+        block_size = pool.layout.block_size
+        first, last = begin // block_size, None if end is None else end // block_size
+        counts = [cdiv(length, block_size) for length in rows.context_lens]
+        parts = [table[:count][first:last] for table, count in zip(rows.tables_RB, counts, strict=True)]
+        begins = np.cumsum([0, *(len(part) for part in parts)])[:-1] * block_size
+        (firsts_R,) = upload([begins], pool.device)
+        return cls(torch.cat(parts), firsts_R)

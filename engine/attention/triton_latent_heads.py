@@ -9,8 +9,8 @@ from torch import Tensor
 
 from engine.attention.chosen_positions import IndexedTokens, Seekers
 from engine.attention.chosen_slots import ChoosingQueries
-from engine.attention.gathered_kv import GatheredRows
 from engine.attention.latent_heads import Expansion, Rotation
+from engine.attention.triton_heads import GatheredRows
 from engine.batch.device_batch import DeviceBatch, PromptRows
 from engine.kernels.attention.absorb_queries import launch_absorb_queries
 from engine.kernels.attention.attention_rule import AttentionRule

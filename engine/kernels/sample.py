@@ -1,4 +1,4 @@
-"""Sampling kernel: the next token of each row from its logits, greedy or drawn, in one launch without a sync.
+"""Kernels over logits. Sampling: the next token of each row, greedy or drawn, in one launch without a sync.
 
     z = (greatest - x) / temperature      w = exp(-z)      kept: z <= limit, the least limit of top-k, top-p and min-p
     the first token, in the order of ids, at which the running sum of kept w exceeds draw * their total
@@ -6,6 +6,8 @@
 Nothing is sorted: non-negative floats order like their bits, so a limit is found by narrowing an interval of bits, each
 time to a quarter or to its contents. The reference is the sampler's torch path, which accumulates in fp64; this kernel
 uses fp32 in an order that depends on the vocabulary size only.
+
+Log-sum-exp: ln sum(exp(x)) of each row, in fp32. A row's result does not depend on other rows.
 """
 
 from __future__ import annotations
@@ -23,8 +25,6 @@ NUM_NUMBERS = 6
 DRAW_BITS = 24
 # Error codes in place of a token: all logits are -inf; a logit is infinite or NaN.
 NO_LOGIT_IS_FINITE, NOT_FINITE = -2, -1
-
-
 # Logits of a row that its program reads at a time.
 _BLOCK, _NUM_WARPS = 4096, 16
 
@@ -208,3 +208,33 @@ def _distances(
     """Return z. It is non-negative, so its bits order like its values."""
     x = tl.load(logits + i, mask=i < vocabulary, other=float("-inf"))
     return (most - x) / temperature
+
+
+def launch_log_norms(logits_RV: Tensor) -> Tensor:
+    """Return log-sum-exp (R, 1) fp32, not finite where logits are not. logits_RV: fp32, dense in V."""
+    num_rows, vocabulary = logits_RV.shape
+    assert logits_RV.stride(1) == 1 and logits_RV.dtype is torch.float32
+    norms_R1 = torch.empty(num_rows, 1, dtype=torch.float32, device=logits_RV.device)
+    _log_norm[(num_rows,)](logits_RV, norms_R1, logits_RV.stride(0), vocabulary, BLOCK=_BLOCK, num_warps=_NUM_WARPS)
+    return norms_R1
+
+
+@jit
+def _log_norm(
+    logits: tl.tensor, norms: tl.tensor, row_stride: tl.tensor, vocabulary: tl.tensor, BLOCK: tl.constexpr
+) -> None:
+    """One program: one row."""
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * row_stride
+    i = tl.arange(0, BLOCK)
+    best = tl.full((BLOCK,), float("-inf"), tl.float32)
+    for begin in range(0, vocabulary, BLOCK):
+        best = tl.maximum(best, tl.load(logits + begin + i, mask=begin + i < vocabulary, other=float("-inf")))
+    most = tl.max(best, axis=0)
+    total = tl.full((BLOCK,), 0.0, tl.float32)
+    for begin in range(0, vocabulary, BLOCK):
+        is_there = begin + i < vocabulary
+        x = tl.load(logits + begin + i, mask=is_there, other=0.0)
+        # inf - inf is NaN, which makes the sum NaN as intended.
+        total += tl.where(is_there, tl.exp(x - most), 0.0)
+    tl.store(norms + row, most + tl.log(tl.sum(total, axis=0)))

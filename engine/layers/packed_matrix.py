@@ -16,9 +16,8 @@ from engine.cpu.autotune import KERNELS, TILES, TORCH, MeasuredWays
 from engine.cpu.library import Kernels, Program
 from engine.cpu.structs import FormatName, Kind, Norm, ProductCall, Step, StoredRows
 from engine.kernels.gated_mul import GatedActivation
-from engine.layers.codes import Format, factors_of, format_of
+from engine.layers.codes import Format, factors_of, format_of, pack
 from engine.layers.layers import Before, RMSNorm, linear
-from engine.layers.low_bit_panels import pack
 from engine.weights.quantized_weight import QuantizedWeight
 
 logger = logging.getLogger(__name__)

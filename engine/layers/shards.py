@@ -11,9 +11,8 @@ from torch import Tensor
 from core.types.errors import SpecError
 from engine.cpu.autotune import MeasuredWays
 from engine.cpu.library import Kernels
-from engine.layers.int8_matrix import Int8Matrix
 from engine.layers.layers import Embedding, Linear, Matrix, RMSNorm, RowParallelLinear, Table, TorchMatrix
-from engine.layers.low_bit_matrix import CodedMatrix
+from engine.layers.low_bit_matrix import CodedMatrix, Int8Matrix
 from engine.layers.packed_matrix import PackedMatrix
 from engine.runner.parallel import TensorParallel
 from engine.weights.checkpoint import Checkpoint, Span

@@ -11,12 +11,10 @@ from torch import Tensor
 
 from engine.kernels.gated_mul import SILU, GatedActivation
 from engine.kernels.moe.expert_tiles import Tiles
-from engine.kernels.moe.fused_experts import ExpertBiases, launch_fused_experts
-from engine.kernels.moe.quantized_experts import launch_coded_experts
+from engine.kernels.moe.fused_experts import ExpertBiases, launch_coded_experts, launch_fused_experts
 from engine.kernels.quant.code_panels import CodePanels
-from engine.layers.int8_matrix import Int8Matrix
 from engine.layers.layers import Linear, Matrix, TorchMatrix
-from engine.layers.low_bit_matrix import CodedMatrix
+from engine.layers.low_bit_matrix import CodedMatrix, Int8Matrix
 
 # T tokens, E hidden_size, I features of one expert, X experts, C experts per token, N = T * C choices
 
@@ -141,7 +139,7 @@ class ExpertStack:
 
 @dataclass(frozen=True)
 class CodedExpertStack:
-    """Bank that computes all experts at once, from stacked low-bit matrices; see kernels/moe/quantized_experts.py."""
+    """Bank that computes all experts at once, from stacked low-bit matrices; see kernels/moe/fused_experts.py."""
 
     gate_up: CodePanels
     down: CodePanels

@@ -20,8 +20,7 @@ from engine.config import GIB, EngineConfig, pool_sizes
 from engine.cpu.autotune import MeasuredWays
 from engine.cpu.huge_pages import populate, trim_heap
 from engine.cpu.library import open_copies, open_kernels
-from engine.kernels.log_sum_exp import launch_log_norms
-from engine.kernels.sample import NUM_NUMBERS, launch_choice
+from engine.kernels.sample import NUM_NUMBERS, launch_choice, launch_log_norms
 from engine.kv.basis import open_bases
 from engine.kv.pool import KVPool
 from engine.layers.shards import ShardReader

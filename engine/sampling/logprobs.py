@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.kernels.log_sum_exp import launch_log_norms
+from engine.kernels.sample import launch_log_norms
 
 # N rows, V vocabulary, K likeliest
 

@@ -1,4 +1,13 @@
-"""Lower tiers of one rank: executes the copies that rank 0's table decides."""
+"""Lower tiers of one rank: executes the copies that rank 0's table decides.
+
+Copies of whole blocks between the pool and host memory overlap with compute:
+
+    save   pool ──gather, on the compute stream──> staging ──down stream──> host row
+    load   host row ──up stream──> staging ──up stream──> pool
+
+A gather takes microseconds and the bus transfer takes as long as a step. A block may be overwritten right after its
+gather, and no step waits for the bus unless saves exceed its bandwidth.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +15,10 @@ import logging
 import queue
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import cycle
 
+import torch
 from torch import Tensor
 
 from core.process.background import BackgroundThread
@@ -15,13 +26,14 @@ from core.types.tier import Tier
 from engine.kv.pool import KVPool
 from engine.runner import streams
 from engine.runner.streams import Event
-from engine.tiers.block_copies import BATCH, BlockCopies
 from engine.tiers.commands import LoadOrder, LoadResult, LoadSource, Save, TierOrders
 from engine.tiers.disk_store import DiskStore
 from engine.tiers.host_store import BlockStore, HostStore
 
 logger = logging.getLogger(__name__)
 
+# Blocks per copy.
+BATCH = 16
 _CLOSE_S = 5.0
 _MAX_DROPPED = 10_000
 
@@ -29,8 +41,8 @@ _MAX_DROPPED = 10_000
 class RankTiers:
     """Block copies of one rank. The compute thread calls `carry_out`.
 
-    Saves are copied before their block is overwritten; from a GPU to host memory without waiting (see
-    engine/tiers/block_copies.py). A loader thread executes loads and calls `on_loaded`.
+    Saves are copied before their block is overwritten; from a GPU to host memory without waiting. A loader thread
+    executes loads and calls `on_loaded`.
     """
 
     def __init__(
@@ -165,3 +177,51 @@ class RankTiers:
         if payloads:
             self._copies.load(payloads, [source.block for source in batch[: len(payloads)]], behind=behind)
         return len(payloads)
+
+
+class BlockCopies:
+    """Block copies of one rank. The compute thread calls `save`, the loader thread calls `load`."""
+
+    def __init__(self, pool: KVPool) -> None:
+        self._pool = pool
+        self._streams = streams.streams_of(pool.device)
+        self._down, self._up = self._streams.device_stream(), self._streams.device_stream()
+        self._going_down = cycle([_Staging(pool), _Staging(pool)])
+        self._going_up = _Staging(pool)
+
+    def save(self, blocks: Sequence[int], rows: Sequence[Tensor]) -> Event:
+        """Copy up to BATCH blocks to host rows, each (place_bytes,) uint8.
+
+        Work that the caller starts afterwards may overwrite the blocks. The rows are valid once the event completes.
+        """
+        staging = next(self._going_down)
+        staging.emptied.hold_up()
+        staged_BN = staging.rows_BN[: len(blocks)]
+        self._pool.copy_out(blocks, into=staged_BN)
+        gathered = self._streams.mark()
+        with self._down.entered():
+            gathered.hold_up()
+            for row, staged in zip(rows, staged_BN, strict=True):
+                self._streams.copy(row, staged)
+            staging.emptied = self._streams.mark()
+        return staging.emptied
+
+    def load(self, rows: Sequence[Tensor], blocks: Sequence[int], *, behind: Event) -> None:
+        """Copy up to BATCH rows to blocks after the event `behind`; returns when the copy is complete."""
+        staged_BN = self._going_up.rows_BN[: len(rows)]
+        with self._up.entered():
+            for row, staged in zip(rows, staged_BN, strict=True):
+                self._streams.copy(staged, row)
+            behind.hold_up()
+            self._pool.copy_in(staged_BN, blocks)
+            loaded = self._streams.mark()
+        loaded.wait()
+
+
+class _Staging:
+    """Device buffer of one batch."""
+
+    def __init__(self, pool: KVPool) -> None:
+        self.rows_BN = torch.empty((BATCH, pool.layout.place_bytes), dtype=torch.uint8, device=pool.device)
+        # Completes when the buffer may be filled again.
+        self.emptied = streams.streams_of(pool.device).mark()

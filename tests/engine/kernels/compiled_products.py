@@ -18,7 +18,7 @@ from engine.kernels.quant.code_panels import CodePanels, positions_of, span_of, 
 from engine.kernels.quant.code_words import E2M1, E4M3, FIVE_BITS, INT8, LEVELS, NIBBLES, SIX_BITS
 from engine.kernels.quant.quantized_matmul import launch_expert_product, most_rows_of_experts
 from engine.layers.low_bit_matrix import CodedMatrix
-from engine.layers.int8_matrix import Int8Matrix
+from engine.layers.low_bit_matrix import Int8Matrix
 # ruff: isort: on
 
 _O, _I, _P = 4096, 4096, 64

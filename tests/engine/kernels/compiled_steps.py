@@ -32,7 +32,7 @@ from engine.sampling import greedy, sampler
 from engine.batch import device_batch
 from engine.batch.batch import Batch, DeviceTokens
 from engine.batch.rows import Row
-from engine.attention import gathered_kv
+from engine.attention import triton_heads
 from engine.model.transformer import expected_tensors
 from engine.config import GIB, EngineConfig
 from engine.kernels.checksum import launch_word_sum
@@ -220,7 +220,7 @@ def main() -> None:
 
 def without_numbers() -> None:
     """Patch uploads to keep shapes only, aligned like an allocation."""
-    for module in (device_batch, decode_graphs, gathered_kv, greedy, sampler):
+    for module in (device_batch, decode_graphs, triton_heads, greedy, sampler):
         module.upload = lambda arrays, device: [torch.empty(a.shape, dtype=torch.int32, device=device) for a in arrays]
     streams.streams_of = lambda device: AbsentStreams()
     sampler._place = lambda values, dtype, device: torch.empty(np.shape(values), dtype=dtype, device=device)

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from core.types.request import Sampling
-from engine.kernels.log_sum_exp import launch_log_norms
-from engine.kernels.sample import NO_LOGIT_IS_FINITE, NOT_FINITE, launch_choice
+from engine.kernels.sample import NO_LOGIT_IS_FINITE, NOT_FINITE, launch_choice, launch_log_norms
 from engine.sampling import sampler
 from engine.sampling.params import SamplingRow
 from tests.engine.kernels.pools import DEVICE

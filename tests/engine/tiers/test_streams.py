@@ -18,10 +18,9 @@ from engine.cpu import library
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
 from engine.runner import streams
-from engine.tiers.block_copies import BATCH, BlockCopies
 from engine.tiers.commands import LoadOrder, LoadResult, LoadSource, Save, Spill, TierOrders
 from engine.tiers.host_store import HostStore
-from engine.tiers.rank_tiers import RankTiers
+from engine.tiers.rank_tiers import BATCH, BlockCopies, RankTiers
 from tests.support.fake_streams import FakeEvent, FakeStreams
 
 CPU = torch.device("cpu")

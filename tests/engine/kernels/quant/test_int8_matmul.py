@@ -11,7 +11,7 @@ from engine.kernels.quant.int8_matmul import (
     launch_int8_product,
     launch_quantize_inputs,
 )
-from engine.layers.int8_matrix import Int8Matrix
+from engine.layers.low_bit_matrix import Int8Matrix
 from engine.weights.quantized_weight import GroupedWeight
 from tests.engine.kernels.pools import DEVICE, DTYPES, random
 from tests.support.product_references import reference_int8_product, reference_quantize_inputs

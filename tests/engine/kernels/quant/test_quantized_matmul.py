@@ -15,7 +15,7 @@ from core.model.gguf_table import GGML_TYPES
 from engine.cpu.autotune import FP8, MeasuredWays, Ways
 from engine.kernels.gated_mul import GatedActivation
 from engine.kernels.moe.expert_tiles import launch_sort_into_tiles
-from engine.kernels.moe.quantized_experts import launch_coded_experts
+from engine.kernels.moe.fused_experts import launch_coded_experts
 from engine.kernels.quant import quantized_matmul
 from engine.kernels.quant.code_panels import CodePanels
 from engine.kernels.quant.quantized_matmul import (
