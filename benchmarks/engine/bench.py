@@ -30,8 +30,7 @@ from torch import Tensor
 from core.types.errors import SpecError
 from engine.config import EngineConfig
 from engine.cpu.huge_pages import advise
-from engine.cpu.library import open_kernels
-from engine.cpu.processor import instruction_sets
+from engine.cpu.library import instruction_sets, open_kernels
 from engine.runner.runner import ModelRunner
 from engine.scheduler.step import Runner, ScheduledStep
 from engine.scheduler.step_commands import Orders

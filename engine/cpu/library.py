@@ -25,7 +25,6 @@ from filelock import FileLock
 from core.model.source import cache_root
 from core.process.atomic_file import move_whole
 from engine.cpu.huge_pages import HugePages
-from engine.cpu.processor import description
 from engine.cpu.structs import Call, DraftDraws, Payload, Step, StoredRows, TokenChoices, Wire
 
 logger = logging.getLogger(__name__)
@@ -35,6 +34,11 @@ _SOURCES = Path(__file__).parent
 _NATIVE = "-mcpu=native" if platform.machine() == "aarch64" else "-march=native"
 FLAGS = ("-O3", _NATIVE, "-std=c++2a", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
 _COMPILE_S = 900.0
+CPUINFO = Path("/proc/cpuinfo")
+# Instruction sets that speed up products and attention, by their Linux names; x86, then ARM.
+_TELLING = "avx2 avx512f avx_vnni avx512_vnni avx512_bf16 amx_int8 amx_bf16 asimd asimddp i8mm bf16 sve".split()
+# Lines of /proc/cpuinfo that determine a compiler's `native` target; x86, then ARM.
+_NAMING = ("model name", "flags", "Features", "CPU implementer", "CPU part", "CPU variant")
 
 
 class Kernels:
@@ -148,3 +152,24 @@ def _compile(compiler: str, path: Path) -> None:
 
 def _run(*command: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_S).stdout
+
+
+def description(cpuinfo: Path = CPUINFO) -> str:
+    """Return everything that a compiler's `native` target depends on."""
+    lines = _lines(cpuinfo)
+    if lines is None:
+        return platform.processor() + platform.machine()
+    return "\n".join(sorted({line for line in lines if line.startswith(_NAMING)}))
+
+
+def instruction_sets(cpuinfo: Path = CPUINFO) -> list[str]:
+    """Return names such as ["avx2", "avx512f", "avx512_vnni", "avx512_bf16"]; the machine's name if none is listed."""
+    flags = {word for line in _lines(cpuinfo) or () if line.startswith(("flags", "Features")) for word in line.split()}
+    return [name for name in _TELLING if name in flags] or [platform.machine()]
+
+
+def _lines(cpuinfo: Path) -> list[str] | None:
+    try:
+        return cpuinfo.read_text().splitlines()
+    except OSError:
+        return None

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from engine.cpu.library import Kernels, open_copies
-from engine.cpu.wire import can_carry, wire_of
+from engine.cpu.structs import Coding, PoolView, Wire
 from engine.kernels.attention.gather_rows import load_rows
 from engine.kernels.attention.kv_write import store_rows
 from engine.kernels.language import cdiv, has_fp8_casts, jit, power_of_2, tl
@@ -51,10 +52,37 @@ def unpack_kv(codes_T2KD: Tensor, scales_T2K: Tensor | None, pool_B2PSD: Tensor,
 
 
 def _compiled_for(pool_B2PSD: Tensor, codes_T2KD: Tensor, scales_T2K: Tensor | None) -> Kernels | None:
-    """Return the CPU kernels if they support this copy; see engine/cpu/wire.py."""
-    if pool_B2PSD.shape[1] != 2 or _exact(pool_B2PSD, codes_T2KD):
+    """Return the CPU kernels if they support this copy: of pools in any dtype, quantized from and to bf16 only."""
+    is_known = scales_T2K is None or pool_B2PSD.dtype == torch.bfloat16
+    if pool_B2PSD.shape[1] != 2 or _exact(pool_B2PSD, codes_T2KD) or not is_known:
         return None
-    return open_copies(pool_B2PSD.device) if can_carry(pool_B2PSD, is_quantized=scales_T2K is not None) else None
+    return open_copies(pool_B2PSD.device)
+
+
+def wire_of(pool_B2PSD: Tensor, slots_T: Tensor, heads: slice, codes_T2KD: Tensor, scales_T2K: Tensor | None) -> Wire:
+    """Build the argument of `Kernels.pack_wire` and `unpack_wire`; arguments as pack_kv."""
+    num_tokens, _, num_heads, row_dim = codes_T2KD.shape
+    assert pool_B2PSD.is_contiguous() and codes_T2KD.is_contiguous() and slots_T.is_contiguous()
+    assert len(slots_T) == num_tokens and slots_T.dtype == torch.int64
+    wire = Wire(
+        pool=PoolView(
+            codes=pool_B2PSD.data_ptr(),
+            kv_heads=pool_B2PSD.shape[2],
+            block_size=pool_B2PSD.shape[3],
+            head_dim=pool_B2PSD.shape[4],
+        ),
+        coding=Coding.PLAIN if scales_T2K is None else Coding.of(codes_T2KD.dtype),
+        row_bytes=row_dim * codes_T2KD.element_size(),
+        codes=codes_T2KD.data_ptr(),
+        scales=None if scales_T2K is None else scales_T2K.data_ptr(),
+        slots=slots_T.data_ptr(),
+        tokens=num_tokens,
+        first_head=heads.start,
+        heads=num_heads,
+    )
+    # The struct holds their addresses only.
+    wire.tensors = pool_B2PSD, slots_T, codes_T2KD, scales_T2K
+    return wire
 
 
 def reference_pack_kv(

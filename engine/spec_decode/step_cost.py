@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.timing.least_squares import non_negative
+from engine.timing.step_time_model import non_negative
 
 _BUCKET = 16  # tokens; matrix products take rows in tiles of this size
 _NUM_BUCKETS = 8  # larger steps count as the last bucket

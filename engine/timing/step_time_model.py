@@ -6,7 +6,6 @@ import numpy as np
 
 from core.types.step_timing import StepTiming
 from engine.batch.batch import Batch
-from engine.timing.least_squares import non_negative
 
 _KEEP = 0.99  # weight of the past at each new step of the same kind: about the last hundred count
 _SUM_UP_EVERY = 8  # steps
@@ -17,6 +16,8 @@ _MIN_STEPS = 8  # fewer steps do not determine the four terms
 # Limits the ratio of measured to expected time: beyond it the expectation is useless.
 _MOST_SURPRISE = 10.0
 _NUM_FEATURES = 4  # the terms of StepTiming
+# Relative to each feature; gives each of two identical features a share.
+_RIDGE = 1e-6
 
 _Step = tuple[float, int, int, int, float]  # 1, tokens, pairs, context, seconds
 
@@ -84,3 +85,21 @@ class StepTimeModel:
             self._sums[kind] = self._sums[kind] * kept + (relative_S4 * weights_S[:, None]).T @ relative_S4
             self._targets[kind] = self._targets[kind] * kept + (weights_S * seconds_S / expected_S) @ relative_S4
         self._steps.clear()
+
+
+def non_negative(sums: np.ndarray, targets: np.ndarray) -> list[float]:
+    """Return the solution of sums · x = targets with x >= 0.
+
+    Drops negative terms one by one, the most negative first.
+    """
+    scale = np.sqrt(np.diag(sums))
+    kept = [i for i in range(len(targets)) if scale[i] > 0]
+    solved = np.zeros(len(targets))
+    while kept:
+        scaled = sums[np.ix_(kept, kept)] / np.outer(scale[kept], scale[kept])
+        found = np.linalg.solve(scaled + _RIDGE * np.eye(len(kept)), targets[kept] / scale[kept])
+        if found.min() >= 0:
+            solved[kept] = found / scale[kept]
+            break
+        del kept[int(found.argmin())]
+    return [float(value) for value in solved]

@@ -24,7 +24,7 @@ from torch import Tensor
 from core.model.tokenizer_file import open_tokenizer
 from core.process.child_process import ChildProcess
 from core.types.errors import SpecError
-from engine.cpu.processor import instruction_sets
+from engine.cpu.library import instruction_sets
 
 # W windows, T scored tokens per window
 

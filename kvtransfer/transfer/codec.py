@@ -28,9 +28,9 @@ from torch import Tensor
 from core.types.errors import TransferError
 from engine.batch.rows import Ints
 from engine.cpu.library import open_copies
-from engine.kernels.checksum import launch_word_sum
 from engine.kernels.kv_wire import pack_kv, unpack_kv
 from engine.kernels.quant.row_quantization import SCALES
+from engine.kv.checksum import launch_word_sum
 from engine.kv.layout import DTYPES, KVLayout
 from engine.kv.pool import KVPool
 from engine.runner import streams

@@ -20,10 +20,10 @@ from engine.batch.rows import Row
 from engine.cpu import library
 from engine.cpu.library import Kernels, Program, open_kernels
 from engine.cpu.structs import Step
-from engine.cpu.wire import sum_words, wire_of
 from engine.kernels.gated_mul import SILU, GatedActivation
-from engine.kernels.kv_wire import reference_pack_kv, reference_unpack_kv
+from engine.kernels.kv_wire import reference_pack_kv, reference_unpack_kv, wire_of
 from engine.kernels.quant.row_quantization import SCALES, as_bytes
+from engine.kv.checksum import sum_words
 from engine.kv.layout import DTYPES, KVLayout
 from engine.kv.pool import KVPool
 from engine.layers.layers import Before, Linear, RMSNorm, TorchMatrix

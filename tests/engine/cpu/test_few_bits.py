@@ -16,8 +16,7 @@ from torch import Tensor
 
 from core.model.gguf_import import import_gguf
 from engine.cpu import library
-from engine.cpu.library import Kernels
-from engine.cpu.processor import instruction_sets
+from engine.cpu.library import Kernels, instruction_sets
 from engine.cpu.structs import FormatName
 from engine.kernels.gated_mul import SILU, GatedActivation
 from engine.layers.codes import format_of

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.cpu import processor
+from engine.cpu.library import description, instruction_sets
 
 _SAPPHIRE_RAPIDS = """\
 model name\t: Intel(R) Xeon(R) Platinum 8481C
@@ -35,16 +35,16 @@ CPU revision\t: 1
 )
 def test_instruction_sets_have_linux_names(tmp_path: Path, content: str, expected: list[str]) -> None:
     (tmp_path / "cpuinfo").write_text(content)
-    assert processor.instruction_sets(tmp_path / "cpuinfo") == expected
+    assert instruction_sets(tmp_path / "cpuinfo") == expected
 
 
 def test_arm_processors_are_distinguished_by_part_number(tmp_path: Path) -> None:
     """They have no model name, and code compiled for one may not run on another."""
     (tmp_path / "one").write_text(_GRAVITON_3)
     (tmp_path / "other").write_text(_GRAVITON_3.replace("0xd40", "0xd4f"))
-    assert processor.description(tmp_path / "one") != processor.description(tmp_path / "other")
+    assert description(tmp_path / "one") != description(tmp_path / "other")
 
 
 def test_machine_name_is_the_fallback(tmp_path: Path) -> None:
     none = tmp_path / "none"
-    assert len(processor.instruction_sets(none)) == 1 and processor.description(none)
+    assert len(instruction_sets(none)) == 1 and description(none)

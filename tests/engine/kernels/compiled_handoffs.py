@@ -16,7 +16,7 @@ from tests.engine.kernels.absent_gpu import DEVICE, absent_gpu
 
 import torch
 
-from engine.kernels.checksum import launch_word_sum
+from engine.kv.checksum import launch_word_sum
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
 from kvtransfer.transfer.codec import Codec, codec_for, slots_of

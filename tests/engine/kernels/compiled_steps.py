@@ -35,7 +35,7 @@ from engine.batch.rows import Row
 from engine.attention import triton_heads
 from engine.model.transformer import expected_tensors
 from engine.config import GIB, EngineConfig
-from engine.kernels.checksum import launch_word_sum
+from engine.kv.checksum import launch_word_sum
 from engine.runner.runner import ModelRunner
 from engine.sampling.sampler import sample
 from engine.sampling.params import SamplingRow

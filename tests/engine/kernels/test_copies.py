@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from engine.kernels.attention.kv_write import launch_write_kv, reference_write_kv
-from engine.kernels.checksum import launch_word_sum
 from engine.kernels.kv_wire import launch_pack_kv, launch_unpack_kv, reference_pack_kv, reference_unpack_kv
 from engine.kernels.quant.row_quantization import INT4, SCALES, as_bytes, dequantize_rows, quantize_rows
-from engine.kv.checksum import checksum
+from engine.kv.checksum import checksum, launch_word_sum
 from tests.engine.kernels.pools import DEVICE, DTYPES, QUANTIZED, random, random_pool, random_slots
 
 pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
