@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -15,26 +15,16 @@ from engine.layers.layers import RMSNorm
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerAttention:
+class LayerAttention(AttentionRule):
     """Attention of one layer on one rank: where its keys and values are, and how they are scored.
 
-    score = scale q k, then soft_cap tanh(score / soft_cap) if there is a cap; output = softmax(scores) v over the keys
-    up to and including the query's own, of its window or chunk.
+    scale: 1 / sqrt(D) in most models.
     """
 
     # Layer of the pool. Several layers of a model may share its keys and values; the first of them stores them.
     layer: int
     # False: another layer stores the keys and values, and this one computes only queries.
     stores: bool = True
-    # Factor of the scores; by default 1 / sqrt(D).
-    scale: float
-    # A token attends to itself and to window - 1 tokens before it.
-    window: int | None = None
-    # A token attends to tokens of its own chunk of positions [n chunk, (n + 1) chunk); excludes `window`.
-    chunk: int | None = None
-    soft_cap: float | None = None
-    # fp32: one more score per head, without a value, in the softmax's denominator (gpt-oss).
-    sinks_H: Tensor | None = None
     # Index of the step's angles; see Angles.
     rope: int = 0
     # Norms of each head, before the rotation.
@@ -44,16 +34,10 @@ class LayerAttention:
     # Basis of the pool's keys and values; None: the model's own.
     basis: KVBasis | None = None
 
-    @property
-    def rule(self) -> AttentionRule:
-        """Part that the kernels compute after keys and values are stored."""
-        return AttentionRule(
-            scale=self.scale, window=self.window, chunk=self.chunk, soft_cap=self.soft_cap, sinks_H=self.sinks_H
-        )
-
     def is_plain(self, head_dim: int) -> bool:
         """Return True for softmax(q k / sqrt(D)) v over all keys, as other libraries compute it."""
-        return replace(self.rule, scale=1.0) == AttentionRule(scale=1.0) and math.isclose(self.scale, head_dim**-0.5)
+        rest = (self.window, self.chunk, self.soft_cap, self.sinks_H)
+        return all(part is None for part in rest) and math.isclose(self.scale, head_dim**-0.5)
 
 
 # Cosines and sines (T, 1, F) of a step's tokens, for each kind of rotation in the model. F may be less than D / 2: the

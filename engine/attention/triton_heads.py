@@ -11,7 +11,6 @@ from torch import Tensor
 from engine.attention.heads import Heads, WindowedHeads
 from engine.attention.layer_attention import Angles, LayerAttention
 from engine.batch.device_batch import DeviceBatch, PromptRows, upload
-from engine.kernels.attention.attention_rule import AttentionRule
 from engine.kernels.attention.decode_attention import launch_decode_attention, resident_programs
 from engine.kernels.attention.dense_prefill import launch_dense_prefill_attention
 from engine.kernels.attention.gather_rows import launch_gather_rows
@@ -76,28 +75,27 @@ class KernelHeads:
         )
 
     def attend(self, attention: LayerAttention, q_THD: Tensor) -> Tensor:
-        layer, rule = attention.layer, attention.rule
         out_THD = torch.empty_like(q_THD)
         if query_groups := self._batch.query_groups:
             launch_decode_attention(
                 q_THD,
-                *self._pool.layer(layer),
+                *self._pool.layer(attention.layer),
                 query_groups=query_groups,
-                rule=rule,
+                rule=attention,
                 splits=self._splits_of(attention, query_groups),
                 out_THD=out_THD,
             )
-        sees_all = rule.window is None and rule.chunk is None
+        sees_all = attention.window is None and attention.chunk is None
         if self._gathered and sees_all and q_THD.shape[-1] <= MOST_GATHERED_DIM:
-            self._attend_gathered(layer, rule, q_THD, self._gathered, out_THD)
+            self._attend_gathered(attention, q_THD, self._gathered, out_THD)
         elif prompts := self._batch.prompts:
             launch_prefill_attention(
                 q_THD,
-                *self._pool.layer(layer),
+                *self._pool.layer(attention.layer),
                 tiles=prompts.tiles,
                 tables_RB=prompts.tables_RB,
                 contexts_R=prompts.contexts_R,
-                rule=rule,
+                rule=attention,
                 out_THD=out_THD,
             )
         return out_THD if attention.basis is None else change_basis(out_THD, attention.basis.outputs)
@@ -113,11 +111,11 @@ class KernelHeads:
         return q_THD
 
     def _attend_gathered(
-        self, layer: int, rule: AttentionRule, q_THD: Tensor, gathered: GatheredRows, out_THD: Tensor
+        self, attention: LayerAttention, q_THD: Tensor, gathered: GatheredRows, out_THD: Tensor
     ) -> None:
         prompts = self._batch.prompts
         assert prompts is not None
-        k_LKD, v_LKD = launch_gather_rows(*self._pool.layer(layer), gathered.blocks_N, q_THD.dtype)
+        k_LKD, v_LKD = launch_gather_rows(*self._pool.layer(attention.layer), gathered.blocks_N, q_THD.dtype)
         launch_dense_prefill_attention(
             q_THD,
             k_LKD,
@@ -126,7 +124,7 @@ class KernelHeads:
             tiles=prompts.tiles,
             firsts_R=gathered.firsts_R,
             contexts_R=prompts.contexts_R,
-            rule=rule,
+            rule=attention,
             out_THW=out_THD,
         )
 

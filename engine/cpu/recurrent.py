@@ -36,7 +36,7 @@ def causal_conv(
     *,
     activates: bool = True,
 ) -> Tensor:
-    """Compute engine.kernels.recurrent.causal_conv.causal_conv."""
+    """Compute engine.kernels.recurrent.causal_conv.reference_causal_conv."""
     out_TC = torch.empty(x_TC.shape, dtype=x_TC.dtype)
     _run(kernels, conv_call(x_TC, weight_WC, bias_C, states_NLC, out_TC, activates=activates), slots, len(x_TC))
     return out_TC
@@ -87,7 +87,7 @@ def linear_recurrence(
     states_NHKV: Tensor,
     slots: StateSlots,
 ) -> Tensor:
-    """Compute engine.kernels.recurrent.linear_recurrence.linear_recurrence; see can_recur."""
+    """Compute engine.kernels.recurrent.linear_recurrence.reference_linear_recurrence; see can_recur."""
     out_THV = torch.empty(len(rows_TC), recurrence.num_heads, recurrence.value_dim, dtype=rows_TC.dtype)
     _run(kernels, recurrence_call(rows_TC, dt_TH, beta_TH, recurrence, states_NHKV, out_THV), slots, len(rows_TC))
     return out_THV
@@ -137,7 +137,7 @@ def recurrence_call(
 def gated_rms_norm(
     kernels: Kernels, x_TGD: Tensor, z_TGD: Tensor, weight_GD: Tensor, eps: float, *, gates_first: bool
 ) -> Tensor:
-    """Compute engine.kernels.recurrent.gated_norm.gated_rms_norm."""
+    """Compute engine.kernels.recurrent.gated_norm.reference_gated_rms_norm."""
     out_TGD = torch.empty_like(x_TGD)
     call = gated_norm_call(x_TGD, z_TGD, weight_GD, eps, out_TGD, gates_first=gates_first)
     Program(kernels, [call]).run(Step(tokens=len(x_TGD)))

@@ -1,4 +1,4 @@
-"""Operations of recurrent layers: dispatch to the CPU kernels or to engine.kernels.recurrent."""
+"""Operations of recurrent layers, by the CPU kernels, by Triton's or by torch."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ from torch import Tensor
 
 from engine.cpu import recurrent as cpu
 from engine.cpu.library import Kernels
-from engine.kernels.recurrent.causal_conv import causal_conv
-from engine.kernels.recurrent.gated_norm import gated_rms_norm
-from engine.kernels.recurrent.linear_recurrence import LinearRecurrence, linear_recurrence
+from engine.kernels.recurrent.causal_conv import launch_causal_conv, reference_causal_conv
+from engine.kernels.recurrent.gated_norm import launch_gated_rms_norm, reference_gated_rms_norm
+from engine.kernels.recurrent.linear_recurrence import (
+    LinearRecurrence,
+    launch_linear_recurrence,
+    reference_linear_recurrence,
+)
 from engine.kernels.recurrent.state_slots import LayerStates, StateSlots
 
 # T tokens, C channels, W width of the convolution, H heads, G groups, D features of a group
@@ -32,10 +36,11 @@ class RecurrentOps:
         *,
         activates: bool,
     ) -> Tensor:
-        """See engine.kernels.recurrent.causal_conv."""
+        """See reference_causal_conv."""
         if self.kernels is not None and cpu.can_convolve(weight_WC):
             return cpu.causal_conv(self.kernels, x_TC, weight_WC, bias_C, states.conv_NLC, slots, activates=activates)
-        return causal_conv(x_TC, weight_WC, bias_C, states.conv_NLC, slots, activates=activates)
+        convolve = launch_causal_conv if x_TC.is_cuda else reference_causal_conv
+        return convolve(x_TC, weight_WC, bias_C, states.conv_NLC, slots, activates=activates)
 
     def recur(
         self,
@@ -46,14 +51,15 @@ class RecurrentOps:
         states: LayerStates,
         slots: StateSlots,
     ) -> Tensor:
-        """See engine.kernels.recurrent.linear_recurrence."""
+        """See reference_linear_recurrence."""
         inputs = rows_TC, dt_TH, beta_TH, recurrence, states.matrix_NHKV, slots
         if self.kernels is not None and cpu.can_recur(recurrence):
             return cpu.linear_recurrence(self.kernels, *inputs)
-        return linear_recurrence(*inputs)
+        return (launch_linear_recurrence if rows_TC.is_cuda else reference_linear_recurrence)(*inputs)
 
     def norm(self, x_TGD: Tensor, z_TGD: Tensor, weight_GD: Tensor, eps: float, *, gates_first: bool) -> Tensor:
-        """See engine.kernels.recurrent.gated_norm."""
+        """See reference_gated_rms_norm."""
         if self.kernels is not None:
             return cpu.gated_rms_norm(self.kernels, x_TGD, z_TGD, weight_GD, eps, gates_first=gates_first)
-        return gated_rms_norm(x_TGD, z_TGD, weight_GD, eps, gates_first=gates_first)
+        norm = launch_gated_rms_norm if x_TGD.is_cuda else reference_gated_rms_norm
+        return norm(x_TGD, z_TGD, weight_GD, eps, gates_first=gates_first)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from core.model.shape import ExpertsConfig
 from engine.kernels.moe.expert_router import MOST_TOKENS, RoutedTokens, launch_route, new_counters
-from engine.kernels.moe.top_k import ChoiceRule, choose_experts
+from engine.kernels.moe.top_k import ChoiceRule, launch_choose_experts, reference_choose_experts
 from engine.layers.shards import ShardReader
 
 # T tokens, E hidden_size, X experts to choose from, L logits: X, plus one if shared experts are weighed
@@ -78,7 +78,8 @@ class Routing:
     def __call__(self, x_TE: Tensor) -> RoutedTokens:
         """Return the experts of each token, best first, and their weights."""
         if len(x_TE) > MOST_TOKENS or not x_TE.is_cuda:
-            return RoutedTokens(*choose_experts(self._logits(x_TE), self.bias_X, self.rule, self.factors_X))
+            choose = launch_choose_experts if x_TE.is_cuda else reference_choose_experts
+            return RoutedTokens(*choose(self._logits(x_TE), self.bias_X, self.rule, self.factors_X))
         return launch_route(
             x_TE,
             self.weight_LE,

@@ -16,12 +16,19 @@ _LOG2_E = math.log2(math.e)
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionRule:
-    """Part of a layer's attention that is computed; see LayerAttention in engine/attention/layer_attention.py."""
+    """How the queries of a layer weigh the keys that they see.
+
+    score = scale q k, then soft_cap tanh(score / soft_cap) if there is a cap; output = softmax(scores) v over the keys
+    up to and including the query's own, of its window or chunk.
+    """
 
     scale: float
+    # A token attends to itself and to window - 1 tokens before it.
     window: int | None = None
+    # A token attends to tokens of its own chunk of positions [n chunk, (n + 1) chunk); excludes `window`.
     chunk: int | None = None
     soft_cap: float | None = None
+    # fp32: one more score per head, without a value, in the softmax's denominator (gpt-oss).
     sinks_H: Tensor | None = None
 
     @property

@@ -67,7 +67,7 @@ def launch_route(
     """Choose experts. x: at most MOST_TOKENS rows. weight: contiguous.
 
     is_exact: keep logits in fp32, in which they are summed; otherwise round them to x's dtype. logit_bias: of the
-    weight's dtype. bias, factors: see choose_experts.
+    weight's dtype. bias, factors: see reference_choose_experts.
     """
     (num_tokens, num_inputs), num_logits = x_TE.shape, len(weight_LE)
     x_TE, device = x_TE.contiguous(), x_TE.device

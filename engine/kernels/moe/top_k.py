@@ -49,7 +49,7 @@ class ChoiceRule:
         return self.num_choices + self.num_shared
 
 
-def choose_experts(
+def reference_choose_experts(
     logits_TL: Tensor, bias_X: Tensor | None, rule: ChoiceRule, factors_X: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the experts of each token, best first, and their weights: chosen (T, C) int64, weights (T, C) fp32.
@@ -57,13 +57,6 @@ def choose_experts(
     logits: any float dtype, contiguous. bias: fp32, added to sigmoids before the choice. factors: fp32, of each
     expert's weights. Ties are in arbitrary order.
     """
-    choose = launch_choose_experts if logits_TL.is_cuda else reference_choose_experts
-    return choose(logits_TL, bias_X, rule, factors_X)
-
-
-def reference_choose_experts(
-    logits_TL: Tensor, bias_X: Tensor | None, rule: ChoiceRule, factors_X: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
     assert bias_X is None or rule.scores == "sigmoid"
     logits_TL = logits_TL.float()
     num_experts = logits_TL.shape[1] - rule.weighs_shared

@@ -18,7 +18,7 @@ from engine.kernels.recurrent.state_slots import StateSlots
 _MOST_TOKENS, _CHANNELS = 32, 64
 
 
-def causal_conv(
+def reference_causal_conv(
     x_TC: Tensor,
     weight_WC: Tensor,
     bias_C: Tensor | None,
@@ -32,19 +32,6 @@ def causal_conv(
     x: dense in C. weight, bias: fp32, dense. states: the last inputs, oldest first, in x's dtype, dense but for the
     stride of slots; written in place.
     """
-    compute = launch_causal_conv if x_TC.is_cuda else reference_causal_conv
-    return compute(x_TC, weight_WC, bias_C, states_NLC, slots, activates=activates)
-
-
-def reference_causal_conv(
-    x_TC: Tensor,
-    weight_WC: Tensor,
-    bias_C: Tensor | None,
-    states_NLC: Tensor,
-    slots: StateSlots,
-    *,
-    activates: bool = True,
-) -> Tensor:
     starts_S1, kept = slots.query_starts_S1, len(weight_WC) - 1
     num_tokens = len(x_TC)
     first_SLC = torch.where((slots.read_S < 0).view(-1, 1, 1), 0, states_NLC[slots.read_S])

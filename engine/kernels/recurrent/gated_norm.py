@@ -15,15 +15,10 @@ from engine.kernels.language import jit, power_of_2, tl
 # T tokens, G groups, D features of a group
 
 
-def gated_rms_norm(x_TGD: Tensor, z_TGD: Tensor, weight_GD: Tensor, eps: float, *, gates_first: bool) -> Tensor:
-    """Return the gated norm (T, G, D) in x's dtype. x: dense. z: dense in a token. weight: (1, D) or (G, D), fp32."""
-    compute = launch_gated_rms_norm if x_TGD.is_cuda else reference_gated_rms_norm
-    return compute(x_TGD, z_TGD, weight_GD, eps, gates_first=gates_first)
-
-
 def reference_gated_rms_norm(
     x_TGD: Tensor, z_TGD: Tensor, weight_GD: Tensor, eps: float, *, gates_first: bool
 ) -> Tensor:
+    """Return the gated norm (T, G, D) in x's dtype. x: dense. z: dense in a token. weight: (1, D) or (G, D), fp32."""
     y_TGD, gate_TGD = x_TGD.float(), F.silu(z_TGD.float())
     if gates_first:
         y_TGD = y_TGD * gate_TGD

@@ -65,23 +65,6 @@ class LinearRecurrence:
         return (0, keys, 2 * keys) if self.is_delta else (values + keys, values, 0)
 
 
-def linear_recurrence(
-    rows_TC: Tensor,
-    dt_TH: Tensor,
-    beta_TH: Tensor | None,
-    recurrence: LinearRecurrence,
-    states_NHKV: Tensor,
-    slots: StateSlots,
-) -> Tensor:
-    """Advance the states of packed sequences. Returns the outputs (T, H, V) in the dtype of the rows.
-
-    rows: bf16, fp16 or fp32, dense in C. dt (a of the delta rule) and beta (its b): before activation, dense in H.
-    states: fp32, dense but for the stride of slots; written in place. Cutting a sequence changes rounding only.
-    """
-    compute = launch_linear_recurrence if rows_TC.is_cuda else reference_linear_recurrence
-    return compute(rows_TC, dt_TH, beta_TH, recurrence, states_NHKV, slots)
-
-
 class _Inputs(NamedTuple):
     """Inputs in fp32, per head."""
 
@@ -105,6 +88,11 @@ def reference_linear_recurrence(
     states_NHKV: Tensor,
     slots: StateSlots,
 ) -> Tensor:
+    """Advance the states of packed sequences. Returns the outputs (T, H, V) in the dtype of the rows.
+
+    rows: bf16, fp16 or fp32, dense in C. dt (a of the delta rule) and beta (its b): before activation, dense in H.
+    states: fp32, dense but for the stride of slots; written in place. Cutting a sequence changes rounding only.
+    """
     inputs = _inputs(rows_TC, dt_TH, beta_TH, recurrence)
     starts, write = slots.query_starts_S1.tolist(), slots.write_T.tolist()
     first_HKV = torch.where((slots.read_S < 0).view(-1, 1, 1, 1), 0.0, states_NHKV[slots.read_S])

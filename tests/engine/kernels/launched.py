@@ -63,13 +63,13 @@ def launch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     for (module, name), launch in _LAUNCHERS.items():
         monkeypatch.setattr(module, f"launch_{name}", launch)
     for module, name, launch in (
-        (routing, "choose_experts", launch_choose_experts),
+        (routing, "reference_choose_experts", launch_choose_experts),
         (layers, "rms_norm", launch_rms_norm),
         (layers, "add_rms_norm", launch_add_rms_norm),
         (gated_mul, "gated_mul", launch_gated_mul),
-        (recurrent_ops, "causal_conv", launch_causal_conv),
-        (recurrent_ops, "linear_recurrence", launch_linear_recurrence),
-        (recurrent_ops, "gated_rms_norm", launch_gated_rms_norm),
+        (recurrent_ops, "reference_causal_conv", launch_causal_conv),
+        (recurrent_ops, "reference_linear_recurrence", launch_linear_recurrence),
+        (recurrent_ops, "reference_gated_rms_norm", launch_gated_rms_norm),
     ):
         monkeypatch.setattr(module, name, launch)
 
