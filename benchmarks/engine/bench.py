@@ -34,7 +34,7 @@ from engine.cpu.library import instruction_sets, open_kernels
 from engine.runner.runner import ModelRunner
 from engine.scheduler.step import Runner, ScheduledStep
 from engine.scheduler.step_commands import Orders
-from engine.tools.loaded_engines import MOST_STEPS, decoding_engine, prefilling_engine
+from engine.tools.offline import MOST_STEPS, decoding_engine, prefilling_engine
 from engine.weights.open_checkpoint import is_quantized
 
 _NUM_STEPS = MOST_STEPS  # of one decode measurement

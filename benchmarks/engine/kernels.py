@@ -30,8 +30,7 @@ from engine.kernels.attention.kv_splits import Splits
 from engine.kernels.attention.kv_write import write_kv
 from engine.kernels.attention.latent_attention import launch_latent_decode_attention, splits_of_latents
 from engine.kernels.attention.prefill_attention import launch_prefill_attention
-from engine.kernels.attention.query_groups import QueryGroups, most_queries
-from engine.kernels.attention.query_tiles import QueryTiles
+from engine.kernels.attention.queries import QueryGroups, QueryTiles, most_queries
 from engine.kernels.attention.rotary import rotate
 from engine.kernels.gated_mul import gated_mul
 from engine.kernels.kv_wire import pack_kv, unpack_kv

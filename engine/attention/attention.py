@@ -42,11 +42,7 @@ class PromptQueries:
     # None: causal from position 0, with L cut to Q.
     mask_QL: Tensor | None
     # Number of the L keys that belong to the row.
-    num_keys: int
-
-    @property
-    def most_keys(self) -> int:
-        return self.num_keys
+    most_keys: int
 
     def gather(self, pool: KVPool, layer: int, dtype: torch.dtype) -> Tensor:
         """Gather the row's keys and values; see KVPool.gather. Keys beyond the row's own are zeroed.
@@ -54,7 +50,7 @@ class PromptQueries:
         A previous owner of the block may have left NaN there, which masking does not remove.
         """
         kv_2RKLD = pool.gather(layer, self.runs_2RKB, dtype)
-        kv_2RKLD[..., self.num_keys :, :] = 0
+        kv_2RKLD[..., self.most_keys :, :] = 0
         return kv_2RKLD
 
 

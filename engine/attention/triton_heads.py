@@ -16,7 +16,7 @@ from engine.kernels.attention.dense_prefill import launch_dense_prefill_attentio
 from engine.kernels.attention.gather_rows import launch_gather_rows
 from engine.kernels.attention.kv_splits import Splits
 from engine.kernels.attention.prefill_attention import launch_prefill_attention
-from engine.kernels.attention.query_groups import QueryGroups
+from engine.kernels.attention.queries import QueryGroups
 from engine.kernels.attention.rotary import rotate
 from engine.kernels.attention.store_heads import HeadNorms, launch_store_heads
 from engine.kernels.language import cdiv

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from engine.batch.batch import Batch
 from engine.batch.rows import Ints
-from engine.kernels.attention.query_groups import QueryGroups, cut_query_groups
-from engine.kernels.attention.query_tiles import QueryTiles, cut_tiles
+from engine.kernels.attention.queries import QueryGroups, QueryTiles, cut_query_groups, cut_tiles
 from engine.runner import streams
 
 # T tokens of the step, R rows, B blocks of the longest table

@@ -52,11 +52,9 @@ class Matrix(Protocol):
 class TorchMatrix:
     """Matrix stored as a tensor, on any device."""
 
-    weight_OI: Tensor
+    is_fixed = True
 
-    @property
-    def is_fixed(self) -> bool:
-        return True
+    weight_OI: Tensor
 
     @property
     def num_outputs(self) -> int:

@@ -188,15 +188,13 @@ class Int8Matrix:
     in the same way and multiplied as integers: exact except for these two roundings, as in engine/cpu/.
     """
 
+    is_fixed = True
+
     # Padded with zeros to the kernel's tile size.
     codes_OI: Tensor
     scales_O: Tensor
     num_inputs: int
     counters: Tensor
-
-    @property
-    def is_fixed(self) -> bool:
-        return True
 
     @classmethod
     def of(cls, weight_OI: Tensor) -> Int8Matrix:

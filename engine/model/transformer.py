@@ -30,7 +30,7 @@ from engine.attention.triton_latent_heads import KernelLatentHeads
 from engine.batch.batch import Batch
 from engine.batch.device_batch import DeviceBatch
 from engine.cpu.autotune import KERNELS, TILES, TORCH
-from engine.kernels.attention.query_groups import most_queries
+from engine.kernels.attention.queries import most_queries
 from engine.kv.basis import StoredBases
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
@@ -151,7 +151,7 @@ class Transformer:
         if reader.kernels and reader.parallel.size == 1 and isinstance(self._head.matrix, PackedMatrix):
             self._compiled_head = CompiledHead(reader.kernels, self._head, self._norm)
         q_first, q_end = reader.parallel.span(config.num_q_heads)
-        # Per query group (engine/kernels/attention/query_groups.py). Latent attention fills a tile with one query.
+        # Per query group (engine/kernels/attention/queries.py). Latent attention fills a tile with one query.
         fewest_kv_heads = min(heads.num_heads for heads in layout.heads)
         self.most_queries = 1 if config.latent else most_queries(q_end - q_first, fewest_kv_heads)
         self._flashinfer: FlashInfer | None = None

@@ -11,7 +11,7 @@ Shapes are part of a graph, so there is one graph for each of a few numbers of t
 next. A padding token belongs to a query group with context 0 and is attended to as zeros; its slot is -1, which is not
 stored, so padding needs no block.
 
-Rows are cut into query groups (engine/kernels/attention/query_groups.py), at most one per token: a decoding row is one
+Rows are cut into query groups (engine/kernels/attention/queries.py), at most one per token: a decoding row is one
 group; a row with a draft, or a short chunk of a prompt, is several. A layer stores the keys of all tokens before any of
 them attends, each up to itself. Every group reads the keys again, so only few rows may have several groups.
 
@@ -34,7 +34,7 @@ from torch import Tensor
 from engine.batch.batch import Batch, DeviceTokens
 from engine.batch.device_batch import DeviceBatch, upload
 from engine.batch.rows import Ints, slots_in_windows
-from engine.kernels.attention.query_groups import QueryGroups, QueryGroupSizes, cut_query_groups
+from engine.kernels.attention.queries import QueryGroups, QueryGroupSizes, cut_query_groups
 from engine.kernels.recurrent.state_slots import StateSlots
 
 # R rows of a batch, T its tokens, U its query groups, N tokens and query groups of a graph, M those of the largest

@@ -18,8 +18,7 @@ from core.types.prefix_hash import checkpoint_hash
 from core.types.tier import Tier
 from engine.kv.block_allocator import BlockAllocator
 from engine.kv.block_manager import BlockManager
-from engine.tiers.commands import LoadOrder, LoadResult, LoadSource, Save, Spill, TierOrders
-from engine.tiers.load import Load, worth_loading
+from engine.tiers.commands import Load, LoadOrder, LoadResult, LoadSource, Save, Spill, TierOrders, worth_loading
 from engine.tiers.sources import Sources
 from engine.timing.rate import Rate
 

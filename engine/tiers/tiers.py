@@ -12,8 +12,7 @@ from engine.kv.block_manager import BlockManager
 from engine.kv.eviction import LeastRecentlyUsed, make_eviction
 from engine.kv.layout import KVLayout
 from engine.scheduler.sequence import Sequence as TokenSequence
-from engine.tiers.commands import LoadResult
-from engine.tiers.load import Load
+from engine.tiers.commands import Load, LoadResult
 from engine.tiers.rank_tiers import RankTiers
 from engine.tiers.table import TierTable
 

@@ -19,8 +19,8 @@ from core.model.tokenizer_file import open_tokenizer
 from core.process.child_process import obey
 from engine.config import EngineConfig
 from engine.runner.runner import ModelRunner
-from engine.tools.loaded_engines import decoding_engine, prefilling_engine
 from engine.tools.losses import losses
+from engine.tools.offline import decoding_engine, prefilling_engine
 
 _BLOCK_SIZE = 16
 # Decode steps per batch before a new batch starts.

@@ -17,7 +17,7 @@ from engine.kv.block_manager import BlockManager
 from engine.kv.layout import KVLayout
 from engine.kv.window_manager import HeldParts
 from engine.scheduler.step_commands import BeginOrder
-from engine.tiers.load import Load
+from engine.tiers.commands import Load
 from engine.tiers.tiers import Tiers
 from kvtransfer.protocol.outgoing_transfers import OutgoingTransfer, OutgoingTransfers, parts_of_handoff
 from kvtransfer.protocol.plan import sending_ranks

@@ -24,8 +24,7 @@ from engine.kv.layout import KVLayout
 from engine.scheduler.prompts import Prompt, PromptQueue, allocate
 from engine.scheduler.step import NoConnector, ScheduledStep
 from engine.scheduler.step_commands import BeginOrder, Orders
-from engine.tiers.commands import LoadOrder, LoadResult, TierOrders
-from engine.tiers.load import Load
+from engine.tiers.commands import Load, LoadOrder, LoadResult, TierOrders
 from engine.tiers.table import TierTable
 from engine.tiers.tiers import Tiers
 from kvtransfer.protocol.rank_transfer import Shipment

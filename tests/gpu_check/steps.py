@@ -15,7 +15,7 @@ from benchmarks.engine.bench import BandwidthReader
 from benchmarks.engine.gpu_steps import bytes_read, kernels_of_a_step
 from benchmarks.engine.random_models import random_runner
 from engine.runner.runner import ModelRunner
-from engine.tools.loaded_engines import decoding_engine, prefilling_engine
+from engine.tools.offline import decoding_engine, prefilling_engine
 from tests.gpu_check.rows import tell
 
 _BATCHES, _CONTEXT = (1, 8, 64), 1024

@@ -13,8 +13,7 @@ from engine.kernels.attention.dense_prefill import WHOLE, Slice
 from engine.kernels.attention.index_scores import finite_scores, index_keys
 from engine.kernels.attention.kv_splits import Splits
 from engine.kernels.attention.kv_write import reference_write_kv, write_rows
-from engine.kernels.attention.query_groups import QueryGroups
-from engine.kernels.attention.query_tiles import QueryTiles
+from engine.kernels.attention.queries import QueryGroups, QueryTiles
 from engine.kernels.attention.rotary import reference_rotate
 from engine.kernels.attention.store_heads import HeadNorms
 from engine.kernels.language import cdiv

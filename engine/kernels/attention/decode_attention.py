@@ -1,6 +1,6 @@
 """Paged attention for rows with few queries, as in decode steps. Every KV byte is read once.
 
-The keys of all query groups (query_groups.py) are split evenly among programs (kv_splits.py), whose partial results are
+The keys of all query groups (queries.py) are split evenly among programs (kv_splits.py), whose partial results are
 combined (Dao et al. 2023, "Flash-Decoding"). One program computes the G query heads of a KV head for all queries of a
 group.
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from engine.kernels.attention.attention_rule import AttentionRule, capped, is_in_reach, sink_of
 from engine.kernels.attention.kv_splits import KEYS, Splits, blocks_of
 from engine.kernels.attention.online_softmax import places_of
-from engine.kernels.attention.query_groups import TILE_ROWS, QueryGroups
+from engine.kernels.attention.queries import TILE_ROWS, QueryGroups
 from engine.kernels.language import cdiv, has_fp8_casts, jit, power_of_2, tl
 from engine.kernels.quant.hadamard import rotate_queries, unrotate_tile
 from engine.kernels.quant.row_quantization import (
@@ -65,82 +65,71 @@ def launch_decode_attention(
     contexts for the same rule; it affects rounding only. A NaN value spoils all queries of its group, also
     those that precede it.
     """
-    num_rows, num_heads, dim = len(query_groups.firsts_U), q_THD.shape[1], q_THD.shape[2]
-    _, _, num_kv_heads, block_size, _ = codes_B2KSD.shape
-    assert q_THD.stride(-1) == 1 and out_THD.is_contiguous() and query_groups.tables_UB.stride(-1) == 1
-    num_programs = len(splits.rows_W)
+    groups, num_rows, num_programs = query_groups, len(query_groups.firsts_U), len(splits.rows_W)
+    (_, num_heads, dim), (_, _, num_kv_heads, block_size, _) = q_THD.shape, codes_B2KSD.shape
+    assert q_THD.stride(-1) == 1 and out_THD.is_contiguous() and groups.tables_UB.stride(-1) == 1
     # X = Q H: all heads of each query.
-    part_PXD = torch.empty(
-        num_programs + num_rows, query_groups.most * num_heads, dim, dtype=torch.float32, device=q_THD.device
-    )
-    largest_PX, total_PX = torch.empty(2, *part_PXD.shape[:2], dtype=torch.float32, device=q_THD.device)
-    group = num_heads // num_kv_heads
-    is_int4 = codes_B2KSD.dtype == INT4
-    block_m, block_d = max(TILE_ROWS, power_of_2(query_groups.most * group)), max(TILE_ROWS, power_of_2(dim))
-    codes = as_bytes(codes_B2KSD)
-    sizes: dict[str, int | float] = {"Q": query_groups.most, "G": group, "K": num_kv_heads, "S": block_size, "D": dim}
-    sizes |= {"BLOCK_M": block_m, "BLOCK_D": block_d, **rule.constants}
-    shared = (
-        *(query_groups.firsts_U, query_groups.counts_U, query_groups.tables_UB, query_groups.contexts_U),
-        *(splits.starts_R, splits.rows_W, part_PXD, largest_PX, total_PX),
-    )
-    numbers = (
+    shape = num_programs + num_rows, groups.most * num_heads
+    part_PXD = torch.empty(*shape, dim, dtype=torch.float32, device=q_THD.device)
+    largest_PX, total_PX = torch.empty(2, *shape, dtype=torch.float32, device=q_THD.device)
+    group, has_scales, is_int4 = num_heads // num_kv_heads, scales_B2KS is not None, codes_B2KSD.dtype == INT4
+    block_m, block_d = max(TILE_ROWS, power_of_2(groups.most * group)), max(TILE_ROWS, power_of_2(dim))
+    codes = pairs = scales = as_bytes(codes_B2KSD)
+    # More keys of wide heads would not fit the memory of as many programs. With three stages a multiprocessor would
+    # hold three programs instead of four.
+    options = {"BLOCK_N": KEYS if block_d <= 128 else KEYS // 2, "num_warps": 4, "num_stages": 2}
+    if scales_B2KS is not None:
+        pairs = codes if is_int4 else codes.view(torch.int16)
+        scales = scales_B2KS.view(torch.int32) if block_size % 2 == 0 else scales_B2KS
+        # One warp needs no barriers; registers limit how many run side by side.
+        is_small = block_m == TILE_ROWS and block_d <= 128
+        options = {"BLOCK_N": 32, "num_warps": 1 if is_small else 4, "num_stages": 4 if is_small else 3}
+    _attend_part[(num_programs, num_kv_heads)](
+        q_THD,
+        codes,
+        pairs,
+        scales,
+        groups.firsts_U,
+        groups.counts_U,
+        groups.tables_UB,
+        groups.contexts_U,
+        splits.starts_R,
+        splits.rows_W,
+        part_PXD,
+        largest_PX,
+        total_PX,
         num_rows,
         rule.factor,
         q_THD.stride(0),
         q_THD.stride(1),
-        query_groups.tables_UB.stride(0),
+        groups.tables_UB.stride(0),
+        Q=groups.most,
+        G=group,
+        K=num_kv_heads,
+        S=block_size,
+        D=dim,
+        BLOCK_M=block_m,
+        BLOCK_D=block_d,
+        **rule.constants,
+        SHARED_N=KEYS,
+        HAS_SCALES=has_scales,
+        IS_INT4=is_int4,
+        NATIVE=has_scales and has_fp8_casts(q_THD.device),
+        **options,
     )
-    if scales_B2KS is None:
-        _attend_part[(num_programs, num_kv_heads)](
-            q_THD,
-            codes,
-            codes,
-            codes,
-            *shared,
-            *numbers,
-            **sizes,
-            # More keys of wide heads would not fit the memory of as many programs.
-            BLOCK_N=KEYS if block_d <= 128 else KEYS // 2,
-            SHARED_N=KEYS,
-            HAS_SCALES=False,
-            IS_INT4=False,
-            NATIVE=False,
-            # With three stages a multiprocessor would hold three programs instead of four.
-            num_stages=2,
-        )
-    else:
-        # One warp needs no barriers; registers limit how many run side by side.
-        is_small = block_m == TILE_ROWS and block_d <= 128
-        _attend_part[(num_programs, num_kv_heads)](
-            q_THD,
-            codes,
-            codes if is_int4 else codes.view(torch.int16),
-            scales_B2KS.view(torch.int32) if block_size % 2 == 0 else scales_B2KS,
-            *shared,
-            *numbers,
-            **sizes,
-            BLOCK_N=32,
-            SHARED_N=KEYS,
-            HAS_SCALES=True,
-            IS_INT4=is_int4,
-            NATIVE=has_fp8_casts(q_THD.device),
-            num_warps=1 if is_small else 4,
-            num_stages=4 if is_small else 3,
-        )
     # Whole rows are turned back.
     block_d = power_of_2(dim) if is_int4 else min(_FEATURES_COMBINED, power_of_2(dim))
-    _combine_parts[(len(query_groups.tokens_N), num_heads, cdiv(dim, block_d))](
+    _combine_parts[(len(groups.tokens_N), num_heads, cdiv(dim, block_d))](
         part_PXD,
         largest_PX,
         total_PX,
         splits.starts_R,
-        query_groups.tokens_N,
-        query_groups.seats_N,
+        groups.tokens_N,
+        groups.seats_N,
         rule.sinks_H,
         out_THD,
         num_rows,
-        Q=query_groups.most,
+        Q=groups.most,
         H=num_heads,
         D=dim,
         BLOCK_P=_PARTS_COMBINED,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.kernels.attention.attention_rule import AttentionRule, sink_of
 from engine.kernels.attention.online_softmax import weigh
-from engine.kernels.attention.query_tiles import TILE_QUERIES, QueryTiles
+from engine.kernels.attention.queries import TILE_QUERIES, QueryTiles
 from engine.kernels.language import descriptor, has_tile_copies, jit, power_of_2, tl
 
 # T tokens of the step, L keys of all rows, H query heads of this rank, K kv heads, N per-head key dim,

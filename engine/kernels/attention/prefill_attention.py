@@ -1,6 +1,6 @@
 """Paged prefill attention: a prompt, or a chunk of one after a cached prefix.
 
-Queries are cut into tiles (query_tiles.py). For few queries over many keys, a tile's keys are split among programs too.
+Queries are cut into tiles (queries.py). For few queries over many keys, a tile's keys are split among programs too.
 Reads the pool's blocks in place; keys seen by many queries are gathered first, see dense_prefill.py.
 
 On an A100 and for wide heads, matrix operands come from registers, and 8-bit values would be loaded byte by byte. There
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.kernels.attention.attention_rule import AttentionRule, sink_of
 from engine.kernels.attention.online_softmax import attend_block
-from engine.kernels.attention.query_tiles import TILE_QUERIES, QueryTiles
+from engine.kernels.attention.queries import TILE_QUERIES, QueryTiles
 from engine.kernels.language import cdiv, has_fp8_casts, has_tile_copies, jit, power_of_2, tl
 from engine.kernels.quant.hadamard import rotate_queries, unrotate_tile
 from engine.kernels.quant.row_quantization import INT4, as_bytes

@@ -172,22 +172,8 @@ def _convolve(
     if KEEPS:
         tl.debug_barrier()
         _keep(
-            x,
-            old,
-            states,
-            writes,
-            first,
-            begin,
-            end,
-            oldest,
-            x_stride,
-            slot_stride,
-            channels,
-            c,
-            W,
-            BLOCK_L,
-            BLOCK_T,
-        )
+            x, old, states, writes, first, begin, end, oldest, x_stride, slot_stride, channels, c, W, BLOCK_L, BLOCK_T
+        )  # fmt: skip
 
 
 @jit
@@ -214,19 +200,5 @@ def _keep_inputs(
     oldest = tl.where(read >= 0, first - (W - 1), first)
     for begin in range(first, end, BLOCK_T):
         _keep(
-            x,
-            old,
-            states,
-            writes,
-            first,
-            begin,
-            end,
-            oldest,
-            x_stride,
-            slot_stride,
-            channels,
-            c,
-            W,
-            BLOCK_L,
-            BLOCK_T,
-        )
+            x, old, states, writes, first, begin, end, oldest, x_stride, slot_stride, channels, c, W, BLOCK_L, BLOCK_T
+        )  # fmt: skip

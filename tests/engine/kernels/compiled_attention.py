@@ -29,8 +29,8 @@ from engine.kernels.attention.latent_attention import launch_latent_decode_atten
 from engine.kernels.attention.kv_write import launch_write_kv
 from engine.kernels.attention.prefill_attention import launch_prefill_attention
 from engine.kernels.attention.kv_splits import Splits
-from engine.kernels.attention.query_groups import QueryGroups, most_queries
-from engine.kernels.attention.query_tiles import QueryTiles
+from engine.kernels.attention.queries import QueryGroups, most_queries
+from engine.kernels.attention.queries import QueryTiles
 from engine.kernels.attention.rotary import launch_rotate
 from engine.kernels.attention.store_heads import HeadNorms, launch_store_heads
 from engine.kernels.quant.row_quantization import INT4

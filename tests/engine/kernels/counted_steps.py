@@ -23,7 +23,7 @@ from triton.runtime.jit import JITFunction
 from core.model import config as model_config
 from engine.batch.device_batch import DeviceBatch
 from engine.config import EngineConfig
-from engine.kernels.attention.query_groups import QueryGroups
+from engine.kernels.attention.queries import QueryGroups
 from engine.kernels.recurrent.state_slots import StateSlots
 from engine.kv.pool import KVPool
 from engine.model.recurrent_layer import StepStates

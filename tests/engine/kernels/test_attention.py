@@ -24,8 +24,7 @@ from engine.kernels.attention.dense_prefill import (
 from engine.kernels.attention.gather_rows import launch_gather_rows
 from engine.kernels.attention.kv_splits import KEYS, share_out
 from engine.kernels.attention.prefill_attention import launch_prefill_attention
-from engine.kernels.attention.query_groups import QueryGroups, cut_query_groups, most_queries
-from engine.kernels.attention.query_tiles import QueryTiles
+from engine.kernels.attention.queries import QueryGroups, QueryTiles, cut_query_groups, most_queries
 from tests.engine.kernels.pools import DEVICE, DTYPES, QUANTIZED, random, random_pool
 from tests.support.attention_references import (
     reference_decode_attention,

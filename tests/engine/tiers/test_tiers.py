@@ -28,10 +28,9 @@ from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool, window_manager_of
 from engine.kv.window_manager import HeldParts
 from engine.tiers.block_file import Stamp
-from engine.tiers.commands import LoadOrder, LoadResult, LoadSource, Save, TierOrders
+from engine.tiers.commands import Load, LoadOrder, LoadResult, LoadSource, Save, TierOrders, worth_loading
 from engine.tiers.disk_store import DiskStore
 from engine.tiers.host_store import HostStore
-from engine.tiers.load import Load, worth_loading
 from engine.tiers.rank_tiers import RankTiers
 from engine.tiers.sources import Sources, Target
 from engine.tiers.table import TierTable

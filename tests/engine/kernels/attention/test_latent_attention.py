@@ -13,7 +13,7 @@ from engine.kernels.attention.attention_rule import AttentionRule
 from engine.kernels.attention.dense_prefill import launch_dense_prefill_attention
 from engine.kernels.attention.kv_splits import share_out
 from engine.kernels.attention.latent_attention import launch_latent_decode_attention
-from engine.kernels.attention.query_tiles import QueryTiles
+from engine.kernels.attention.queries import QueryTiles
 from engine.kernels.attention.store_latents import launch_store_latents
 from engine.kernels.quant.row_quantization import dequantize_rows, quantize_rows
 from tests.engine.kernels.pools import DEVICE, DTYPES, EIGHT_BITS, random
