@@ -75,16 +75,15 @@ def launch_add_rms_norm(
     num_features, total_E, out_E = x_E.shape[-1], torch.empty_like(x_E), torch.empty_like(x_E)
     _add_rms_norm[(x_E.numel() // num_features,)](
         x_E,
-        x_E if experts is None else experts.out_TCE,
-        x_E if experts is None else experts.weights_TC,
-        x_E if update_E is None else update_E,
+        None if experts is None else experts.out_TCE,
+        None if experts is None else experts.weights_TC,
+        update_E,
         weight_E,
         total_E,
         out_E,
         num_features,
         eps,
         C=0 if experts is None else experts.out_TCE.shape[1],
-        ADDS=update_E is not None,
         BLOCK=power_of_2(num_features),
         num_warps=_num_warps(num_features),
     )
@@ -141,7 +140,6 @@ def _add_rms_norm(
     num_features: tl.tensor,
     eps: tl.tensor,
     C: tl.constexpr,
-    ADDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """One program: one row."""
@@ -154,7 +152,7 @@ def _add_rms_norm(
     if C > 0:
         expert_sum = sum_of_experts(experts, expert_weights, row, i, num_features, C)
         value = (value + expert_sum.to(tl.float32)).to(dtype).to(tl.float32)
-    if ADDS:
+    if update is not None:
         value = (value + tl.load(update + place, mask=mask, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
     tl.store(total + place, value.to(dtype), mask=mask)
     w = tl.load(weight + i, mask=mask, other=0.0)

@@ -39,11 +39,10 @@ def launch_choice(logits_RV: Tensor, numbers_R6: Tensor | None, *, block: int = 
     chosen_R = torch.empty(num_rows, dtype=torch.int32, device=logits_RV.device)
     _choose[(num_rows,)](
         logits_RV,
-        chosen_R if numbers_R6 is None else numbers_R6,
+        numbers_R6,
         chosen_R,
         logits_RV.stride(0),
         vocabulary,
-        DRAWS=numbers_R6 is not None,
         BLOCK=block,
         num_warps=_NUM_WARPS,
     )
@@ -57,7 +56,6 @@ def _choose(
     chosen: tl.tensor,
     row_stride: tl.tensor,
     vocabulary: tl.tensor,
-    DRAWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """One program: one row."""
@@ -78,7 +76,7 @@ def _choose(
         token = token * 0 - 1
     elif most == float("-inf"):
         token = token * 0 - 2
-    elif DRAWS:
+    elif numbers is not None:
         numbers += row * 6
         temperature = tl.load(numbers).to(tl.float32, bitcast=True)
         if temperature > 0.0:

@@ -86,7 +86,7 @@ def launch_route(
         x_TE,
         weight_LE,
         logit_bias_L,
-        parts if bias_X is None else bias_X,
+        bias_X,
         factors_X,
         parts,
         counters,
@@ -108,7 +108,7 @@ def launch_route(
         BLOCK_K=_DEPTH,
         BLOCK_S=_SORTED,
         BLOCK_J=power_of_2(cdiv(MOST_TOKENS, rows)),
-        **constants(rule, num_logits, has_bias=bias_X is not None),
+        **constants(rule, num_logits),
         num_warps=8,
         num_stages=3 if x_TE.element_size() == 2 else 2,
     )
@@ -152,7 +152,6 @@ def _route(
     BLOCK_G: tl.constexpr,
     BLOCK_X: tl.constexpr,
     IS_SIGMOID: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     NORMALIZES: tl.constexpr,
     WEIGHS_SHARED: tl.constexpr,
 ) -> None:
@@ -190,7 +189,7 @@ def _route(
         of_shared = of_shared.to(x.dtype.element_ty).to(tl.float32)
     found, found_weights = choose(
         logits, of_shared, bias, factors, weight_scale, tiny,
-        C, SHARED, G, X, CHOSEN_GROUPS, BLOCK_C, BLOCK_G, BLOCK_X, IS_SIGMOID, HAS_BIAS, NORMALIZES, WEIGHS_SHARED,
+        C, SHARED, G, X, CHOSEN_GROUPS, BLOCK_C, BLOCK_G, BLOCK_X, IS_SIGMOID, NORMALIZES, WEIGHS_SHARED,
     )  # fmt: skip
     c = tl.arange(0, BLOCK_C)
     mask = is_t[:, None] & (c < C + SHARED)[None, :]

@@ -103,13 +103,13 @@ def launch_choose_experts(
     if num_tokens:
         _choose_experts[(num_tokens,)](
             logits_TL,
-            logits_TL if bias_X is None else bias_X,
+            bias_X,
             factors_X,
             chosen_TC,
             weights_TC,
             rule.weight_scale,
             TINY,
-            **constants(rule, num_logits, has_bias=bias_X is not None),
+            **constants(rule, num_logits),
             num_warps=1,
         )
     return chosen_TC, weights_TC
@@ -121,7 +121,7 @@ def new_choices(num_tokens: int, rule: ChoiceRule, device: torch.device) -> tupl
     return torch.empty(shape, dtype=torch.int64, device=device), torch.empty(shape, dtype=torch.float32, device=device)
 
 
-def constants(rule: ChoiceRule, num_logits: int, *, has_bias: bool) -> dict[str, int | bool]:
+def constants(rule: ChoiceRule, num_logits: int) -> dict[str, int | bool]:
     """Return the compile-time constants of `choose`."""
     num_experts = num_logits - rule.weighs_shared
     assert num_experts % rule.num_groups == 0
@@ -136,7 +136,6 @@ def constants(rule: ChoiceRule, num_logits: int, *, has_bias: bool) -> dict[str,
         "BLOCK_G": power_of_2(rule.num_groups),
         "BLOCK_X": power_of_2(in_group),
         "IS_SIGMOID": rule.scores == "sigmoid",
-        "HAS_BIAS": has_bias,
         "NORMALIZES": rule.normalizes_weights,
         "WEIGHS_SHARED": rule.weighs_shared,
     }
@@ -160,7 +159,6 @@ def _choose_experts(
     BLOCK_G: tl.constexpr,
     BLOCK_X: tl.constexpr,
     IS_SIGMOID: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     NORMALIZES: tl.constexpr,
     WEIGHS_SHARED: tl.constexpr,
 ) -> None:
@@ -174,7 +172,7 @@ def _choose_experts(
         of_shared = tl.load(logits + t * (G * X + 1) + G * X).to(tl.float32)
     experts, parts = choose(
         of_experts, of_shared, bias, factors, weight_scale, tiny,
-        C, SHARED, G, X, CHOSEN_GROUPS, BLOCK_C, BLOCK_G, BLOCK_X, IS_SIGMOID, HAS_BIAS, NORMALIZES, WEIGHS_SHARED,
+        C, SHARED, G, X, CHOSEN_GROUPS, BLOCK_C, BLOCK_G, BLOCK_X, IS_SIGMOID, NORMALIZES, WEIGHS_SHARED,
     )  # fmt: skip
     c = tl.arange(0, BLOCK_C)
     place = t[:, None] * (C + SHARED) + c[None, :]
@@ -208,7 +206,6 @@ def choose(
     BLOCK_G: tl.constexpr,
     BLOCK_X: tl.constexpr,
     IS_SIGMOID: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     NORMALIZES: tl.constexpr,
     WEIGHS_SHARED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
@@ -222,7 +219,7 @@ def choose(
     if IS_SIGMOID:
         scores = 1.0 / (1.0 + tl.exp(-logits))
         priority = logits
-        if HAS_BIAS:
+        if bias is not None:
             priority = scores + tl.load(bias + expert, mask=is_expert, other=0.0)[None, :]
     else:
         logits = tl.where(is_expert[None, :], logits, -float("inf"))
@@ -235,7 +232,7 @@ def choose(
         grouped = tl.reshape(priority, [priority.shape[0], BLOCK_G, BLOCK_X])
         group = tl.max(grouped, axis=2)
         g, x = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_X)
-        if HAS_BIAS:
+        if bias is not None:
             at = tl.argmax(grouped, axis=2)
             group += tl.max(tl.where(x[None, None, :] == at[:, :, None], -float("inf"), grouped), axis=2)
         is_in = tl.zeros(group.shape, tl.int32)

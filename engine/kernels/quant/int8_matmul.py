@@ -73,16 +73,14 @@ def launch_int8_product(
         parts,
         counters,
         out_TO,
-        out_TO if bias_O is None else bias_O,
-        out_TO if residual_TO is None else residual_TO.contiguous(),
+        bias_O,
+        None if residual_TO is None else residual_TO.contiguous(),
         num_rows,
         num_outputs,
         width,
         per_split,
         splits,
         IS_SPLIT=splits > 1,
-        HAS_BIAS=bias_O is not None,
-        HAS_RESIDUAL=residual_TO is not None,
         BLOCK_O=outputs,
         BLOCK_T=rows,
         DEPTH=DEPTH,
@@ -137,8 +135,6 @@ def _product(
     per_split: tl.tensor,
     splits: tl.tensor,
     IS_SPLIT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
     BLOCK_O: tl.constexpr,
     BLOCK_T: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -170,11 +166,11 @@ def _product(
     x_scale = tl.load(x_scales + t, mask=is_row, other=0.0)
     weight_scale = tl.load(weight_scales + o, mask=is_o, other=0.0)
     value = acc.to(tl.float32) * x_scale[None, :] * weight_scale[:, None]
-    if HAS_BIAS:
+    if bias is not None:
         value += tl.load(bias + o, mask=is_o, other=0.0).to(tl.float32)[:, None]
     dtype = out.dtype.element_ty
     place = t[None, :] * num_outputs + o[:, None]
     value = value.to(dtype)
-    if HAS_RESIDUAL:
+    if residual is not None:
         value = (value.to(tl.float32) + tl.load(residual + place, mask=mask, other=0.0).to(tl.float32)).to(dtype)
     tl.store(out + place, value, mask=mask)

@@ -131,8 +131,8 @@ def launch_coded_product(
         parts,
         counters,
         out_TO,
-        out_TO if bias_O is None else bias_O,
-        out_TO if residual_TO is None else residual_TO,
+        bias_O,
+        residual_TO,
         counters,
         counters,
         num_rows,
@@ -144,8 +144,6 @@ def launch_coded_product(
         per_split,
         splits,
         IS_SPLIT=is_split,
-        HAS_BIAS=bias_O is not None,
-        HAS_RESIDUAL=residual_TO is not None,
         CHOICES=0,
         **_constants(panels, tile, x_TI),
     )
@@ -179,8 +177,8 @@ def launch_expert_product(
         out_NO,
         expert_B,
         out_NO,
-        out_NO if bias_XO is None else bias_XO,
-        out_NO,
+        bias_XO,
+        None,
         choice_P,
         expert_B,
         num_choices,
@@ -192,8 +190,6 @@ def launch_expert_product(
         panels.num_units // panels.units_of_a_span,
         1,
         IS_SPLIT=False,
-        HAS_BIAS=bias_XO is not None,
-        HAS_RESIDUAL=False,
         CHOICES=of_each,
         **_constants(panels, tile, x_NI),
     )
@@ -273,10 +269,10 @@ def splits_for(num_tiles: int, num_spans: int, device: torch.device) -> int:
     return max(1, min(target // num_tiles, num_spans, _MOST_SPLITS))
 
 
-def _pointers(panels: CodePanels) -> tuple[Tensor, ...]:
-    """Return all pointers of the kernel; missing tensors are replaced by any other."""
+def _pointers(panels: CodePanels) -> tuple[Tensor | None, ...]:
+    """Return the panels' pointers in the order of the kernels' arguments."""
     rest = (panels.high, panels.scales, panels.leasts, panels.supers, panels.super_leasts, panels.factors)
-    return panels.words, *(panels.words if tensor is None else as_words(tensor) for tensor in rest)
+    return panels.words, *(None if tensor is None else as_words(tensor) for tensor in rest)
 
 
 def _constants(panels: CodePanels, tile: Tile, x: Tensor) -> dict[str, Any]:
@@ -293,7 +289,6 @@ def _constants(panels: CodePanels, tile: Tile, x: Tensor) -> dict[str, Any]:
         "IS_NESTED": panels.supers is not None,
         "FORMAT": 0 if panels.scales is None else _BYTE_FORMATS.get(panels.scales.dtype, 0),
         "FOLDS": _folds(panels, x.dtype),
-        "HAS_FACTORS": panels.factors is not None,
         "K": panels.words.shape[-1],
         "SPAN": panels.units_of_a_span,
         "IS_EVEN": panels.shape[1] % RUN == 0,
@@ -339,14 +334,11 @@ def _product(
     IS_NESTED: tl.constexpr,
     FORMAT: tl.constexpr,
     FOLDS: tl.constexpr,
-    HAS_FACTORS: tl.constexpr,
     K: tl.constexpr,
     SPAN: tl.constexpr,
     IS_EVEN: tl.constexpr,
     NATIVE: tl.constexpr,
     IS_SPLIT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
     CHOICES: tl.constexpr,
     IN_PLACE: tl.constexpr,
     BLOCK_O: tl.constexpr,
@@ -372,7 +364,7 @@ def _product(
         if expert >= num_experts:
             return
         panel += expert * ((num_outputs + 63) // 64)
-        if HAS_BIAS:
+        if bias is not None:
             bias += expert * num_outputs
         t = tl.load(choices + t).to(tl.int64)
         is_row = t < num_rows
@@ -467,13 +459,13 @@ def _product(
         acc = tl.zeros([BLOCK_O, BLOCK_T], tl.float32)
         for split in range(splits):
             acc += tl.load(part + split * stride, mask=mask, other=0.0, cache_modifier=".cg")
-    if HAS_FACTORS:
+    if factors is not None:
         acc *= tl.load(factors + panel * 64 + r)[:, None]
-    if HAS_BIAS:
+    if bias is not None:
         acc += tl.load(bias + o, mask=is_o, other=0.0).to(tl.float32)[:, None]
     place = t[None, :] * out_stride + o[:, None]
     value = acc.to(dtype)
-    if HAS_RESIDUAL:
+    if residual is not None:
         value = (value.to(tl.float32) + tl.load(residual + place, mask=mask, other=0.0).to(tl.float32)).to(dtype)
     tl.store(out + place, value, mask=mask)
 
@@ -498,7 +490,6 @@ def _widen(
     LEAST: tl.constexpr,
     IS_NESTED: tl.constexpr,
     FORMAT: tl.constexpr,
-    HAS_FACTORS: tl.constexpr,
     K: tl.constexpr,
     SPAN: tl.constexpr,
     IS_EVEN: tl.constexpr,
@@ -561,7 +552,7 @@ def _widen(
                     number = (number + CENTER) * scale[:, None] + least[:, None]
                 else:
                     number *= scale[:, None]
-            if HAS_FACTORS and not IS_RAW:
+            if factors is not None and not IS_RAW:
                 number *= tl.load(factors + panel * 64 + r)[:, None]
             i = (unit * POSITIONS + p) * K + k
             mask = (o < num_outputs)[:, None] & (i < num_inputs)[None, :]

@@ -74,11 +74,10 @@ def launch_causal_conv(
     _convolve[(max(1, num_blocks), num_sequences, num_parts)](
         x_TC,
         weight_WC,
-        weight_WC if bias_C is None else bias_C,
+        bias_C,
         out_TC,
         *places,
         *numbers,
-        HAS_BIAS=bias_C is not None,
         ACTIVATES=activates,
         KEEPS=num_blocks <= 1,
         **blocks,
@@ -136,7 +135,6 @@ def _convolve(
     slot_stride: tl.tensor,
     channels: tl.tensor,
     W: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     ACTIVATES: tl.constexpr,
     KEEPS: tl.constexpr,
     BLOCK_L: tl.constexpr,
@@ -156,7 +154,7 @@ def _convolve(
     token = begin + tl.arange(0, BLOCK_T)
     mask = (token < end)[:, None] & (c < channels)[None, :]
     total = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
-    if HAS_BIAS:
+    if bias is not None:
         total += tl.load(bias + c, mask=c < channels, other=0.0)[None, :]
     for j in tl.static_range(W):
         source = token[:, None] - (W - 1) + j

@@ -203,13 +203,12 @@ def launch_linear_recurrence(
     heads = recurrence.num_heads
     out_THV = rows_TC.new_empty(len(rows_TC), heads, recurrence.value_dim)
     gates = rows_TC, dt_TH, dt_TH if beta_TH is None else beta_TH, recurrence.rate_H, recurrence.dt_bias_H
-    skip_H = recurrence.rate_H if recurrence.skip_H is None else recurrence.skip_H
     places = out_THV, states_NHKV, slots.query_starts_S1, slots.read_S, slots.write_T
     strides = dt_TH.stride(0), gates[2].stride(0)
     numbers = (*strides, states_NHKV.stride(0), recurrence.min_dt, recurrence.max_dt)
     of_keys, widths = _constants(recurrence, rows_TC.stride(0))
     grid = len(slots.read_S), heads, cdiv(recurrence.value_dim, widths["BLOCK_V"])
-    advance_runs[grid](*gates, skip_H, *places, *numbers, **widths)
+    advance_runs[grid](*gates, recurrence.skip_H, *places, *numbers, **widths)
     if slots.max_query_len <= MAX_RUN:
         return out_THV
     options = {"B": _CHUNK, "PRECISION": "tf32x3", "num_warps": _CHUNK_WARPS}
@@ -217,7 +216,7 @@ def launch_linear_recurrence(
     if recurrence.is_delta:
         chunks = cdiv(slots.max_query_len, _CHUNK), len(slots.read_S), heads
         invert_chunks[chunks](*gates, inverses_THB, slots.query_starts_S1, *strides, **of_keys, **options)
-    advance_chunks[grid](*gates, skip_H, inverses_THB, *places, *numbers, **widths, **options)
+    advance_chunks[grid](*gates, recurrence.skip_H, inverses_THB, *places, *numbers, **widths, **options)
     return out_THV
 
 
@@ -238,6 +237,5 @@ def _constants(recurrence: LinearRecurrence, row_stride: int) -> tuple[dict[str,
         "VALUES": values,
         "V": recurrence.value_dim,
         "IS_DELTA": recurrence.is_delta,
-        "HAS_SKIP": recurrence.skip_H is not None,
         "BLOCK_V": min(_COLUMNS, max(16, power_of_2(recurrence.value_dim))),
     }

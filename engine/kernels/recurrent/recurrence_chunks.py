@@ -117,7 +117,6 @@ def advance_runs(
     HEADS: tl.constexpr,
     HEADS_PER_KEY: tl.constexpr,
     IS_DELTA: tl.constexpr,
-    HAS_SKIP: tl.constexpr,
     MAX_RUN: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -147,7 +146,7 @@ def advance_runs(
             change = value - tl.sum(state * key[:, None], axis=0)
         state += key[:, None] * (factor * change)[None, :]
         result = tl.sum(state * query[:, None], axis=0)
-        if HAS_SKIP:
+        if skips is not None:
             result += tl.load(skips + head) * value
         tl.store(out + (token * HEADS + head) * V + v, result.to(out.dtype.element_ty), mask=v < V)
         write = tl.load(writes + token)
@@ -232,7 +231,6 @@ def advance_chunks(
     HEADS: tl.constexpr,
     HEADS_PER_KEY: tl.constexpr,
     IS_DELTA: tl.constexpr,
-    HAS_SKIP: tl.constexpr,
     MAX_RUN: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -278,7 +276,7 @@ def advance_chunks(
         result = past[:, None] * tl.dot(query, state.to(dtype), input_precision=PRECISION)
         scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * _decays_between(coarse, fine, B)
         result += tl.dot(scores.to(dtype), change.to(dtype), input_precision=PRECISION)
-        if HAS_SKIP:
+        if skips is not None:
             value = tl.load(values + value_place, mask=value_mask, other=0.0).to(tl.float32)
             result += tl.load(skips + head) * value
         out_place = out + (begin * HEADS + head) * V + (i[:, None] * (HEADS * V) + v[None, :])
