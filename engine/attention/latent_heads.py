@@ -57,10 +57,6 @@ class Expansion:
         q_nope_RHN, q_rope_RHP = q_RHD.tensor_split((self.key_HNC.shape[1],), dim=-1)
         return torch.cat((torch.einsum("rhn,hnc->rhc", q_nope_RHN, self.key_HNC), q_rope_RHP), dim=-1)
 
-    def values_of(self, latents_RHC: Tensor) -> Tensor:
-        """Expand weighted sums of latents into values: (R, H, W)."""
-        return torch.einsum("rhc,hwc->rhw", latents_RHC, self.value_HWC)
-
 
 @dataclass(frozen=True)
 class Rotation:
@@ -230,4 +226,4 @@ class TorchLatentHeads:
         out_R1HC = F.scaled_dot_product_attention(
             q_R1HD, rows_R1LD[..., : q_R1HD.shape[-1]], latents_R1LC, attn_mask=mask_R1HL, scale=self._scale
         )
-        return expansion.values_of(out_R1HC.squeeze(1))
+        return torch.einsum("rhc,hwc->rhw", out_R1HC.squeeze(1), expansion.value_HWC)

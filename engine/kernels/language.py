@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 __all__ = [
-    "Kernel",
     "cdiv",
     "descriptor",
     "has_fp8_casts",
@@ -41,28 +40,16 @@ else:
     tl = None
 
 
-class Kernel(Protocol):
-    """Triton function. Arguments are pointers, numbers and tiles (tl.tensor), or compile-time values (tl.constexpr)."""
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        """Return a launcher for a grid of programs; torch tensors are passed for pointers."""
-        ...
-
-    def __call__(self, *arguments: Any) -> Any:
-        """Call from inside another kernel."""
-        ...
-
-
-def jit(function: Callable[..., Any], *, do_not_specialize: Sequence[str] = (), anywhere: Sequence[str] = ()) -> Kernel:
+def jit(function: Callable[..., Any], *, do_not_specialize: Sequence[str] = (), anywhere: Sequence[str] = ()) -> Any:
     """Apply triton.jit if kernels can be launched.
 
-    do_not_specialize: integers whose value is not worth a specialized compilation. anywhere: pointers that are not
-    specialized for 16-byte alignment.
+    Arguments of kernels are pointers, numbers and tiles (tl.tensor), or compile-time values (tl.constexpr). For
+    pointers, launches pass torch tensors. do_not_specialize: integers whose value is not worth a specialized
+    compilation. anywhere: pointers that are not specialized for 16-byte alignment.
     """
     if not _CAN_LAUNCH:
-        return cast(Kernel, function)
-    options = {"do_not_specialize": do_not_specialize, "do_not_specialize_on_alignment": anywhere}
-    return cast(Kernel, triton.jit(function, **options))
+        return function
+    return triton.jit(function, do_not_specialize=do_not_specialize, do_not_specialize_on_alignment=anywhere)
 
 
 def is_interpreted() -> bool:

@@ -42,7 +42,8 @@ class BlockManager(BlockAllocator):
         """Number of available blocks as routers see it: at most the share of blocks that unreserved parts allow."""
         if not self.windows:
             return self.num_available
-        return min(self.num_available, int(self.num_blocks * self.windows.unreserved_share))
+        unreserved_share = max(0, self.windows.num_unreserved) / self.windows.num_reservable
+        return min(self.num_available, int(self.num_blocks * unreserved_share))
 
     def match_reusable(self, hashes: Sequence[bytes]) -> int:
         """Count the leading blocks that a sequence can continue from.

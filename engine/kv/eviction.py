@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
 
@@ -124,16 +125,14 @@ _LOOK_EVERY = 16
 _KEEP = 0.9
 
 
+@dataclass(slots=True)
 class _Past:
     """Reuse record of one prefix hash, cached or evicted."""
 
-    __slots__ = ("kind", "since_s", "uses")
-
-    def __init__(self, kind: int, since_s: float) -> None:
-        self.kind = kind
-        # Time of the last release.
-        self.since_s = since_s
-        self.uses = 0
+    kind: int
+    # Time of the last release.
+    since_s: float
+    uses: int = 0
 
 
 class ReuseValue:

@@ -304,7 +304,7 @@ class KVPool:
     def copy_state(self, source: int, target: int) -> None:
         """Copy one state slot in all layers."""
         for layer in self.states:
-            layer.copy(source, target)
+            layer.bytes_NB[target].copy_(layer.bytes_NB[source])
 
 
 class StatePool:
@@ -325,10 +325,6 @@ class StatePool:
         self.tensors = LayerStates(conv_NLC, matrix_NHKV)
         # Of each part: this rank's units, and their channels by section.
         self._parts = [(max(1, num_units // size), unit_channels) for num_units, unit_channels in shape.parts]
-
-    def copy(self, source: int, target: int) -> None:
-        """Copy one slot."""
-        self.bytes_NB[target].copy_(self.bytes_NB[source])
 
     def views(self, slot: int, part: int, units: range) -> list[Tensor]:
         """Return views of some units of a slot's state: of the matrices, then of each section of channels.

@@ -80,11 +80,6 @@ class WindowManager:
         return self.num_reservable - self.num_reserved
 
     @property
-    def unreserved_share(self) -> float:
-        """Share of the reservable parts that is not reserved, 0 to 1."""
-        return max(0, self.num_unreserved) / self.num_reservable
-
-    @property
     def num_held(self) -> int:
         return len(self._part_of) - len(self._cached)
 
