@@ -77,7 +77,7 @@ class Routing:
 
     def __call__(self, x_TE: Tensor) -> RoutedTokens:
         """Return the experts of each token, best first, and their weights."""
-        if len(x_TE) > MOST_TOKENS or not x_TE.is_cuda:
+        if not can_fuse(x_TE):
             choose = launch_choose_experts if x_TE.is_cuda else reference_choose_experts
             return RoutedTokens(*choose(self._logits(x_TE), self.bias_X, self.rule, self.factors_X))
         return launch_route(
@@ -97,3 +97,8 @@ class Routing:
             # Products of two 16-bit numbers are exact in fp32, which also accumulates them.
             return torch.mm(x_TE, self.weight_LE.T, out_dtype=torch.float32)
         return F.linear(x_TE.to(self.weight_LE.dtype), self.weight_LE, self.logit_bias_L)
+
+
+def can_fuse(x_TE: Tensor) -> bool:
+    """Return True if one kernel computes logits and choice."""
+    return x_TE.is_cuda and len(x_TE) <= MOST_TOKENS

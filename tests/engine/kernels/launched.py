@@ -13,6 +13,7 @@ from engine.attention import chosen_slots, triton_heads, triton_latent_heads
 from engine.kernels import gated_mul
 from engine.kernels.attention.kv_splits import Splits, share_out
 from engine.kernels.gated_mul import launch_gated_mul
+from engine.kernels.moe.expert_router import MOST_TOKENS
 from engine.kernels.moe.top_k import launch_choose_experts
 from engine.kernels.recurrent.causal_conv import launch_causal_conv
 from engine.kernels.recurrent.gated_norm import launch_gated_rms_norm
@@ -64,6 +65,7 @@ def launch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, f"launch_{name}", launch)
     for module, name, launch in (
         (routing, "reference_choose_experts", launch_choose_experts),
+        (routing, "can_fuse", lambda x_TE: len(x_TE) <= MOST_TOKENS),
         (layers, "rms_norm", launch_rms_norm),
         (layers, "add_rms_norm", launch_add_rms_norm),
         (gated_mul, "gated_mul", launch_gated_mul),
