@@ -110,27 +110,22 @@ def reference_unpack_kv(
 def launch_pack_kv(
     pool_B2PSD: Tensor, slots_T: Tensor, heads: slice, codes_T2KD: Tensor, scales_T2K: Tensor | None
 ) -> None:
-    grid, sizes = _work(pool_B2PSD, codes_T2KD, heads)
-    has_scales = scales_T2K is not None
-    pool, codes = as_bytes(pool_B2PSD), as_bytes(codes_T2KD)
-    _pack_kv[grid](
-        pool, slots_T, codes, scales_T2K if has_scales else codes, codes_T2KD.shape[0], **sizes, HAS_SCALES=has_scales,
-        IS_INT4=has_scales and codes_T2KD.dtype == INT4,
-    )  # fmt: skip
+    grid, sizes = _work(pool_B2PSD, codes_T2KD, scales_T2K, heads)
+    _pack_kv[grid](as_bytes(pool_B2PSD), slots_T, as_bytes(codes_T2KD), scales_T2K, codes_T2KD.shape[0], **sizes)
 
 
 def launch_unpack_kv(
     codes_T2KD: Tensor, scales_T2K: Tensor | None, pool_B2PSD: Tensor, slots_T: Tensor, heads: slice
 ) -> None:
-    grid, sizes = _work(pool_B2PSD, codes_T2KD, heads)
-    has_scales = scales_T2K is not None
-    pool, codes = as_bytes(pool_B2PSD), as_bytes(codes_T2KD)
-    scales, native = scales_T2K if has_scales else codes, has_fp8_casts(codes.device)
-    kinds = {"HAS_SCALES": has_scales, "IS_INT4": has_scales and codes_T2KD.dtype == INT4, "NATIVE": native}
-    _unpack_kv[grid](codes, scales, pool, slots_T, codes_T2KD.shape[0], **sizes, **kinds)
+    grid, sizes = _work(pool_B2PSD, codes_T2KD, scales_T2K, heads)
+    pool, codes, native = as_bytes(pool_B2PSD), as_bytes(codes_T2KD), has_fp8_casts(codes_T2KD.device)
+    _unpack_kv[grid](codes, scales_T2K, pool, slots_T, codes_T2KD.shape[0], **sizes, NATIVE=native)
 
 
-def _work(pool_B2PSD: Tensor, codes_T2KD: Tensor, heads: slice) -> tuple[tuple[int], dict[str, int]]:
+def _work(
+    pool_B2PSD: Tensor, codes_T2KD: Tensor, scales_T2K: Tensor | None, heads: slice
+) -> tuple[tuple[int], dict[str, int]]:
+    """Return the grid of either kernel, and its arguments other than tensors."""
     num_tokens, num_sides, num_heads, _ = codes_T2KD.shape
     dim = pool_B2PSD.shape[-1]
     assert pool_B2PSD.is_contiguous() and codes_T2KD.is_contiguous()
@@ -139,7 +134,8 @@ def _work(pool_B2PSD: Tensor, codes_T2KD: Tensor, heads: slice) -> tuple[tuple[i
     grid = (cdiv(num_tokens * num_sides * num_heads, rows),)
     first, _, _ = heads.indices(pool_B2PSD.shape[2])
     sizes = {"first_head": first, "P": pool_B2PSD.shape[2], "S": pool_B2PSD.shape[3], "D": dim, "K": num_heads}
-    return grid, sizes | {"SIDES": num_sides, "ROWS": rows, "BLOCK_D": block_d}
+    is_int4 = scales_T2K is not None and codes_T2KD.dtype == INT4
+    return grid, sizes | {"SIDES": num_sides, "ROWS": rows, "BLOCK_D": block_d, "IS_INT4": is_int4}
 
 
 def _exact(pool_B2PSD: Tensor, codes_T2KD: Tensor) -> int:
@@ -186,12 +182,11 @@ def _pack_kv(
     SIDES: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    HAS_SCALES: tl.constexpr,
     IS_INT4: tl.constexpr,
 ) -> None:
     row, is_row, in_pool, mask = _rows(slots, num_tokens, first_head, P, S, D, K, SIDES, ROWS, BLOCK_D)
     x = tl.load(pool + in_pool, mask=mask, other=0)
-    store_rows(x, mask, is_row[:, None], codes, scales, row[:, None], D, HAS_SCALES, IS_INT4)
+    store_rows(x, mask, is_row[:, None], codes, scales, row[:, None], D, IS_INT4)
 
 
 @partial(jit, do_not_specialize=["num_tokens", "first_head"], anywhere=["slots"])
@@ -209,10 +204,9 @@ def _unpack_kv(
     SIDES: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    HAS_SCALES: tl.constexpr,
     IS_INT4: tl.constexpr,
     NATIVE: tl.constexpr,
 ) -> None:
     row, is_row, in_pool, mask = _rows(slots, num_tokens, first_head, P, S, D, K, SIDES, ROWS, BLOCK_D)
-    x = load_rows(codes, scales, row, is_row, D, BLOCK_D, HAS_SCALES, IS_INT4, NATIVE)
+    x = load_rows(codes, scales, row, is_row, D, BLOCK_D, IS_INT4, NATIVE)
     tl.store(pool + in_pool, x.to(pool.dtype.element_ty), mask=mask)

@@ -44,12 +44,12 @@ def launch_absorb_queries(
     q, row: dense in their last dimension, may be views. key: contiguous, of q's dtype. Products accumulate in fp32.
     """
     (num_tokens, num_heads, _), (_, nope_dim, latent_dim) = q_THQ.shape, key_HNC.shape
-    rope_dim, has_scales = 2 * cos_T1F.shape[-1], scales_B11S is not None
+    rope_dim = 2 * cos_T1F.shape[-1]
     assert q_THQ.stride(-1) == row_TD.stride(-1) == 1 and codes_B11SD.is_contiguous() and key_HNC.is_contiguous()
     out_THD = torch.empty(num_tokens, num_heads, latent_dim + rope_dim, dtype=q_THQ.dtype, device=q_THQ.device)
     codes = as_bytes(codes_B11SD)
     # View in which rotated keys are bf16 numbers.
-    exact = codes_B11SD.view(torch.bfloat16) if has_scales else codes_B11SD
+    exact = codes_B11SD if scales_B11S is None else codes_B11SD.view(torch.bfloat16)
     block_t = _FEW if num_tokens <= _FEW else _MANY
     parts = cdiv(latent_dim, _BLOCK_C)
     _absorb_queries[(num_tokens + cdiv(num_tokens, block_t) * num_heads * parts,)](
@@ -60,7 +60,7 @@ def launch_absorb_queries(
         sin_T1F.contiguous(),
         codes,
         exact,
-        scales_B11S if has_scales else codes,
+        scales_B11S,
         slots_T,
         key_HNC,
         out_THD,
@@ -83,7 +83,6 @@ def launch_absorb_queries(
         BLOCK_ROW=power_of_2(latent_dim),
         BLOCK_F=power_of_2(rope_dim // 2),
         IS_INTERLEAVED=is_interleaved,
-        HAS_SCALES=has_scales,
         num_warps=4,
     )
     return out_THD
@@ -121,7 +120,6 @@ def _absorb_queries(
     BLOCK_ROW: tl.constexpr,
     BLOCK_F: tl.constexpr,
     IS_INTERLEAVED: tl.constexpr,
-    HAS_SCALES: tl.constexpr,
 ) -> None:
     """One program: the row of one token; or BLOCK_C latent features of one head's queries, for BLOCK_T tokens."""
     f = tl.arange(0, BLOCK_F)
@@ -129,7 +127,7 @@ def _absorb_queries(
     if program < num_tokens:
         store_row(
             rows, norm, cos, sin, codes, exact, scales, slots, program.to(tl.int64), row_stride, eps,
-            C, F, X, WIDTH, EXACT_WIDTH, BLOCK_ROW, BLOCK_F, IS_INTERLEAVED, HAS_SCALES,
+            C, F, X, WIDTH, EXACT_WIDTH, BLOCK_ROW, BLOCK_F, IS_INTERLEAVED,
         )  # fmt: skip
     else:
         place = program - num_tokens

@@ -31,10 +31,9 @@ def launch_gather_rows(
     dim = 2 * row_dim if is_int4 else row_dim
     shape = (2, len(blocks_N) * block_size, num_heads, dim)
     k_LKD, v_LKD = torch.empty(shape, dtype=dtype, device=codes_B2KSD.device)
-    has_scales = scales_B2KS is not None
     _gather_rows[(len(blocks_N), num_heads)](
         as_bytes(codes_B2KSD),
-        scales_B2KS if has_scales else codes_B2KSD,
+        scales_B2KS,
         blocks_N,
         k_LKD,
         v_LKD,
@@ -43,7 +42,6 @@ def launch_gather_rows(
         D=dim,
         BLOCK_S=power_of_2(block_size),
         BLOCK_D=power_of_2(dim),
-        HAS_SCALES=has_scales,
         IS_INT4=is_int4,
         NATIVE=has_fp8_casts(codes_B2KSD.device),
     )
@@ -62,7 +60,6 @@ def _gather_rows(
     D: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    HAS_SCALES: tl.constexpr,
     IS_INT4: tl.constexpr,
     NATIVE: tl.constexpr,
 ) -> None:
@@ -72,8 +69,8 @@ def _gather_rows(
     mask = (s < S)[:, None] & (d < D)[None, :]
     source = (tl.load(blocks + n).to(tl.int64) * 2 * K + head) * S + s
     target = ((n * S + s) * K + head)[:, None] * D + d[None, :]
-    keys = load_rows(codes, scales, source, s < S, D, BLOCK_D, HAS_SCALES, IS_INT4, NATIVE)
-    values = load_rows(codes, scales, source + K * S, s < S, D, BLOCK_D, HAS_SCALES, IS_INT4, NATIVE)
+    keys = load_rows(codes, scales, source, s < S, D, BLOCK_D, IS_INT4, NATIVE)
+    values = load_rows(codes, scales, source + K * S, s < S, D, BLOCK_D, IS_INT4, NATIVE)
     tl.store(k + target, keys.to(k.dtype.element_ty), mask=mask)
     tl.store(v + target, values.to(v.dtype.element_ty), mask=mask)
 
@@ -86,7 +83,6 @@ def load_rows(
     is_row: tl.tensor,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    HAS_SCALES: tl.constexpr,
     IS_INT4: tl.constexpr,
     NATIVE: tl.constexpr,
 ) -> tl.tensor:
@@ -100,7 +96,7 @@ def load_rows(
         return unrotate_tile(tl.where((tl.arange(0, BLOCK_D) < D)[None, :], x, 0.0), D)
     d = tl.arange(0, BLOCK_D)
     x = tl.load(codes + rows[:, None] * D + d[None, :], mask=is_row[:, None] & (d < D)[None, :], other=0)
-    if HAS_SCALES:
+    if scales is not None:
         scale = tl.load(scales + rows, mask=is_row, other=0.0).to(tl.float32)
         x = from_code(x, tl.float32, NATIVE) * scale[:, None]
     return x

@@ -56,10 +56,9 @@ def launch_write_kv(
     block_d = power_of_2(dim)
     rows = max(1, _VALUES_PER_PROGRAM // block_d)
     assert k_TKD.stride(-1) == v_TKD.stride(-1) == 1 and codes_B2KSD.is_contiguous()
-    has_scales = scales_B2KS is not None
     _write_kv[(cdiv(num_tokens * num_heads, rows), 2)](
         as_bytes(codes_B2KSD),
-        scales_B2KS if has_scales else codes_B2KSD,
+        scales_B2KS,
         slots_T,
         k_TKD,
         v_TKD,
@@ -73,7 +72,6 @@ def launch_write_kv(
         D=dim,
         ROWS=rows,
         BLOCK_D=block_d,
-        HAS_SCALES=has_scales,
         IS_INT4=codes_B2KSD.dtype == INT4,
     )
 
@@ -95,7 +93,6 @@ def _write_kv(
     D: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    HAS_SCALES: tl.constexpr,
     IS_INT4: tl.constexpr,
 ) -> None:
     """One program: ROWS rows (token, head) of the keys (program 0 of axis 1) or of the values."""
@@ -112,7 +109,7 @@ def _write_kv(
     else:
         source = v + (token * v_token_stride + head * v_head_stride)[:, None] + d[None, :]
         x = tl.load(source, mask=mask, other=0.0)
-    store_rows(x, mask, (slot >= 0)[:, None], codes, scales, place[:, None], D, HAS_SCALES, IS_INT4)
+    store_rows(x, mask, (slot >= 0)[:, None], codes, scales, place[:, None], D, IS_INT4)
 
 
 @jit
@@ -124,7 +121,6 @@ def store_rows(
     scales: tl.tensor,
     place: tl.tensor,
     D: tl.constexpr,
-    HAS_SCALES: tl.constexpr,
     IS_INT4: tl.constexpr,
 ) -> None:
     """Store rows (N, BLOCK_D), zero from D on, at `place` (N, 1), counted in rows, of a pool's layer or a payload.
@@ -138,7 +134,7 @@ def store_rows(
         e = tl.arange(0, BLOCK_D // 2)[None, :]
         tl.store(codes + place * (D // 2) + e, pairs, mask=is_row & (e < D // 2))
         tl.store(scales + place, words, mask=is_row)
-    elif HAS_SCALES:
+    elif scales is not None:
         code, scale = quantize_row(x.to(tl.float32), mask, codes.dtype.element_ty)
         tl.store(target, code, mask=mask)
         tl.store(scales + place, scale.to(tl.bfloat16), mask=is_row)

@@ -55,7 +55,7 @@ def launch_store_heads(
         sin_T1F.contiguous(),
         *norms[:3],
         as_bytes(codes_B2KSD),
-        codes_B2KSD if scales_B2KS is None else scales_B2KS,
+        scales_B2KS,
         slots_T,
         q_THD,
         heads_TND.stride(0),
@@ -68,7 +68,6 @@ def launch_store_heads(
         F=cos_T1F.shape[-1],
         BLOCK_G=power_of_2(group),
         BLOCK_D=block_d,
-        HAS_SCALES=scales_B2KS is not None,
         IS_INT4=codes_B2KSD.dtype == INT4,
         num_warps=max(1, min(8, power_of_2(group) * block_d // 512)),
     )
@@ -97,7 +96,6 @@ def _store_heads(
     F: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    HAS_SCALES: tl.constexpr,
     IS_INT4: tl.constexpr,
 ) -> None:
     """One program: one kv head of one token, and the G query heads that share it."""
@@ -125,8 +123,8 @@ def _store_heads(
         v = _turned(k_row + K * head_stride, is_key, v_weight, c, s, eps, D, 0, BLOCK_D)
         place = (slot // S * 2 * K + head) * S + slot % S + one[:, None]
         is_row = one[:, None] == 0
-        store_rows(k, is_key, is_row, codes, scales, place, D, HAS_SCALES, IS_INT4)
-        store_rows(v, is_key, is_row, codes, scales, place + K * S, D, HAS_SCALES, IS_INT4)
+        store_rows(k, is_key, is_row, codes, scales, place, D, IS_INT4)
+        store_rows(v, is_key, is_row, codes, scales, place + K * S, D, IS_INT4)
 
 
 @jit

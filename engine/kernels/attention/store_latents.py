@@ -44,11 +44,11 @@ def launch_store_latents(
     """
     (num_tokens, num_heads, query_dim), rope_dim = q_THQ.shape, 2 * cos_T1F.shape[-1]
     assert q_THQ.stride(-1) == row_TD.stride(-1) == out_THN.stride(-1) == 1 and codes_B11SD.is_contiguous()
-    has_scales, latent_dim = scales_B11S is not None, len(norm_C)
+    latent_dim = len(norm_C)
     index_dim = row_TD.shape[1] - latent_dim - rope_dim
     codes = as_bytes(codes_B11SD)
     # View in which rotated keys are bf16 numbers.
-    exact = codes_B11SD.view(torch.bfloat16) if has_scales else codes_B11SD
+    exact = codes_B11SD if scales_B11S is None else codes_B11SD.view(torch.bfloat16)
     num_copied = out_THN.shape[-1] - rope_dim
     _store_latents[(num_tokens, 1 + cdiv(num_heads, _HEADS_AT_ONCE))](
         q_THQ[..., query_dim - rope_dim - num_copied :],
@@ -58,7 +58,7 @@ def launch_store_latents(
         sin_T1F.contiguous(),
         codes,
         exact,
-        scales_B11S if has_scales else codes,
+        scales_B11S,
         slots_T,
         out_THN,
         q_THQ.stride(0),
@@ -79,7 +79,6 @@ def launch_store_latents(
         BLOCK_C=power_of_2(latent_dim),
         BLOCK_F=power_of_2(rope_dim // 2),
         IS_INTERLEAVED=is_interleaved,
-        HAS_SCALES=has_scales,
         num_warps=2,
     )
 
@@ -114,14 +113,13 @@ def _store_latents(
     BLOCK_C: tl.constexpr,
     BLOCK_F: tl.constexpr,
     IS_INTERLEAVED: tl.constexpr,
-    HAS_SCALES: tl.constexpr,
 ) -> None:
     """One program: the row of one token (program 0 of axis 1), or BLOCK_H of its query heads."""
     token = tl.program_id(0).to(tl.int64)
     if tl.program_id(1) == 0:
         store_row(
             rows, norm, cos, sin, codes, exact, scales, slots, token, row_stride, eps,
-            C, F, X, WIDTH, EXACT_WIDTH, BLOCK_C, BLOCK_F, IS_INTERLEAVED, HAS_SCALES,
+            C, F, X, WIDTH, EXACT_WIDTH, BLOCK_C, BLOCK_F, IS_INTERLEAVED,
         )  # fmt: skip
     else:
         h = (tl.program_id(1) - 1) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -156,7 +154,6 @@ def store_row(
     BLOCK_C: tl.constexpr,
     BLOCK_F: tl.constexpr,
     IS_INTERLEAVED: tl.constexpr,
-    HAS_SCALES: tl.constexpr,
 ) -> None:
     """Store one token's row in its slot, if it has one."""
     slot = tl.load(slots + token).to(tl.int64)
@@ -166,7 +163,7 @@ def store_row(
         latent = tl.load(row + c, mask=c < C, other=0.0)
         weight = tl.load(norm + c, mask=c < C, other=0.0)
         latent = normed(latent.to(tl.float32), weight, C, eps, latent.dtype)
-        if HAS_SCALES:
+        if scales is not None:
             code, scale = quantize_row(latent[None, :].to(tl.float32), (c < C)[None, :], codes.dtype.element_ty)
             tl.store(codes + slot * WIDTH + c[None, :], code, mask=(c < C)[None, :])
             tl.store(scales + slot + one[:, None], scale.to(tl.bfloat16))
