@@ -19,7 +19,7 @@ from core.types.errors import (
     ReplicaLost,
     RequestError,
 )
-from core.types.request import FinishReason
+from core.types.request import FinishReason, choice_seed
 from frontend.chat.chat import Chat
 from frontend.text.completion import Completions
 from frontend.text.completion_request import CompletionRequest
@@ -129,6 +129,7 @@ async def test_seeds(completions: MakeCompletions) -> None:
     first, second, third, fourth, negative, large = [sent.sampling.seed for sent in fake.started]
     assert first != second and third == fourth == 7
     assert 0 <= negative < 2**63 and 0 <= large < 2**63
+    assert choice_seed(7, 0) == 7 and len({choice_seed(7, choice) for choice in range(100)}) == 100
 
 
 @pytest.mark.parametrize("include_stop", [False, True])
