@@ -129,7 +129,10 @@ def command(tmp_path: Path) -> Iterator[ClusterCommand]:
 
 
 class Reference:
-    """The engine in one process: reference(model_dir, prompts, samplings, dtype="float32", …) -> its tokens."""
+    """The engine in one process: reference(model_dir, prompts, samplings, dtype="float32", …) -> its tokens.
+
+    It blocks the event loop: with a large model call it before the cluster starts, or routers miss its heartbeats.
+    """
 
     def __init__(self) -> None:
         self._runners: dict[EngineConfig, ModelRunner] = {}

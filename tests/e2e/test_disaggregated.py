@@ -56,9 +56,10 @@ async def test_greedy_for_any_pair_of_tensor_parallel_sizes(
     tree = on_device(device, exact_tree(1, 1, tp=tp))
     for section, fields in sections.items():
         tree[section] |= fields
+    expected = lab.reference.ids(model_dir, inputs, _GREEDY, device=device)
     async with lab.shared(model_dir, processes=device == "cuda", **tree) as cluster:
         answers = await cluster.generate_all(inputs, _GREEDY)
-        assert [answer.ids for answer in answers] == lab.reference.ids(model_dir, inputs, _GREEDY, device=device)
+        assert [answer.ids for answer in answers] == expected
         assert all(answer.route.blocks_shipped for answer in answers)
 
 
@@ -130,16 +131,18 @@ async def test_only_positions_missing_on_the_decode_replica_are_shipped(lab: Lab
 async def test_a_short_uncached_part_is_computed_on_the_decode_replica(lab: Lab) -> None:
     """The replicas are new: once their speed is known, the prefill replica may be the quicker one."""
     model_dir, inputs = lab.checkpoint("llama"), prompts(12, 50)
+    expected = lab.reference.ids(model_dir, inputs, _GREEDY)
     async with lab.own(model_dir, **exact_tree(1, 1, max_local_prefill=16)) as cluster:
         answers = [await cluster.generate(prompt, _GREEDY) for prompt in inputs]
-        assert [answer.ids for answer in answers] == lab.reference.ids(model_dir, inputs, _GREEDY)
+        assert [answer.ids for answer in answers] == expected
         assert [bool(answer.route.prefill_replica) for answer in answers] == [False, True]
 
 
 async def test_one_token_needs_no_decode_replica(lab: Lab) -> None:
     model_dir, prompt = lab.checkpoint("llama"), prompts(40)[0]
     sampling = replace(_GREEDY, max_tokens=1)
+    expected = lab.reference.ids(model_dir, [prompt], sampling)
     async with lab.shared(model_dir, **exact_tree(1, 1)) as cluster:
         answer = await cluster.generate(prompt, sampling)
-        assert [answer.ids] == lab.reference.ids(model_dir, [prompt], sampling)
+        assert [answer.ids] == expected
         assert (answer.route.decode_replica, answer.route.blocks_shipped) == ("", 0)

@@ -39,17 +39,16 @@ async def test_tokens_equal_one_process(smollm2_dir: Path, lab: Lab, dtype: str,
     """Real weights, with 9 query heads and 3 KV heads. One request at a time, because in bfloat16 a batch may round."""
     tokenizer = Tokenizer(smollm2_dir)
     template = ChatTemplate(find_chat_template(smollm2_dir), special_tokens=tokenizer.special_tokens)
-    questions = (_QUESTION, "Name three colours of the rainbow.")
     tree, greedy = smollm2_tree(max_local_prefill=0), Sampling(max_tokens=12, temperature=0.0)
     tree["model"] |= {"dtype": dtype}
     tree |= {role.value: {"tensor_parallel": size} for role, size in zip(Role, tp, strict=True)}
+    texts = [template.render([{"role": "user", "content": asked}]) for asked in (_QUESTION, "Name three colours.")]
+    inputs = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    expected = [lab.reference.ids(smollm2_dir, [prompt], greedy, dtype=dtype)[0] for prompt in inputs]
     async with lab.shared(smollm2_dir, **tree) as cluster:
-        for question in questions:
-            text = template.render([{"role": "user", "content": question}])
-            prompt = tokenizer.encode(text, add_special_tokens=False)
-            answer = await cluster.generate(prompt, greedy)
-            assert [answer.ids] == lab.reference.ids(smollm2_dir, [prompt], greedy, dtype=dtype)
-            assert answer.route.blocks_shipped
+        answers = [await cluster.generate(prompt, greedy) for prompt in inputs]
+        assert [answer.ids for answer in answers] == expected
+        assert all(answer.route.blocks_shipped for answer in answers)
 
 
 @pytest.mark.timeout(180)

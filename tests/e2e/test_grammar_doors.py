@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 from core.rpc import inference_pb2 as pb
 from core.rpc import inference_pb2_grpc as rpc
-from tests.e2e.conftest import Lab, smollm2_tree
+from tests.e2e.conftest import Lab
 from tests.support.router_service import http_url, router_service
 from tests.support.sdk_clients import openai_client
 
@@ -59,7 +59,7 @@ class City(BaseModel):
 
 @pytest.mark.timeout(180)
 async def test_answers_follow_the_requested_format_on_both_endpoints(smollm2_dir: Path, lab: Lab) -> None:
-    async with lab.shared(smollm2_dir, **smollm2_tree()) as cluster, router_service(cluster) as service:
+    async with lab.shared(smollm2_dir, model={"served_name": "smollm2"}) as cluster, router_service(cluster) as service:
         async with openai_client(base_url=f"{http_url(service)}/v1", api_key="none") as client:
             await _check_formats(client)
             await _check_structured(client)

@@ -52,9 +52,9 @@ async def test_certificates_are_renewed_under_running_requests(lab: Lab, monkeyp
 
 async def test_only_without_tls_does_a_stranger_get_an_answer(lab: Lab) -> None:
     model_dir, inputs = lab.checkpoint("llama"), prompts(40)
-    stop = "/cluster.worker.v1.DecodeWorker/Stop"
+    stop, expected = "/cluster.worker.v1.DecodeWorker/Stop", lab.reference.ids(model_dir, inputs, _GREEDY)
     async with lab.shared(model_dir, security={"tls": "off"}, **_TREE) as cluster:
-        assert [(await cluster.generate(inputs[0], _GREEDY)).ids] == lab.reference.ids(model_dir, inputs, _GREEDY)
+        assert [(await cluster.generate(inputs[0], _GREEDY)).ids] == expected
         seen, stranger = cluster.seen(cluster.pools[Role.DECODE][0]), in_clear(router("stranger"))
         async with open_channel(seen.member.address, peer=rank(seen.id), identity=stranger) as channel:
             status = await call(channel, stop, truthful(stop, stranger.name, rank(seen.id)))

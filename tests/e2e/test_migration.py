@@ -90,6 +90,7 @@ async def test_running_sequences_migrate_with_unchanged_tokens(
     monkeypatch.setattr(GangRunner, "is_async", is_async)
     model_dir = lab.checkpoint(family, **(DELTA_NET | {"initializer_range": 0.3} if family == "qwen3_5" else {}))
     inputs = prompts(20, 33, 48)
+    expected = lab.reference(model_dir, inputs, sampling)
     async with lab.own(model_dir, **_tree(1, 1, tp=tp)) as cluster:
         leaving = cluster.pools[Role.DECODE][0]
         running = _start(cluster, inputs, sampling)
@@ -98,7 +99,7 @@ async def test_running_sequences_migrate_with_unchanged_tokens(
         await cluster.drain(leaving)
         running_on.lift()
         answers = [await task for task in running]
-        for answer, tokens in zip(answers, lab.reference(model_dir, inputs, sampling), strict=True):
+        for answer, tokens in zip(answers, expected, strict=True):
             assert [_facts(token) for token in answer.tokens[0]] == [_facts(token) for token in tokens]
             assert _logprobs(answer.tokens[0]) == pytest.approx(_logprobs(tokens), abs=1e-3)
         assert [(answer.route.decode_replica, answer.route.migrations) for answer in answers] == [(coming.id, 0)] * 3
@@ -109,6 +110,7 @@ async def test_running_sequences_migrate_with_unchanged_tokens(
 
 async def test_failed_migration_leaves_the_sequence_in_place(lab: Lab, running_on: Ceiling) -> None:
     model_dir, inputs = lab.checkpoint("llama"), prompts(40)
+    expected = lab.reference.ids(model_dir, inputs, _GREEDY)
     async with lab.own(model_dir, **_tree(1, 1)) as cluster:
         source = cluster.pools[Role.DECODE][0]
         seen = cluster.seen(source)
@@ -125,7 +127,7 @@ async def test_failed_migration_leaves_the_sequence_in_place(lab: Lab, running_o
             abandoned = stub.Migrate(request)  # cancelled call
             abandoned.cancel()
         running_on.lift()
-        assert [(await running).ids] == lab.reference.ids(model_dir, inputs, _GREEDY)
+        assert [(await running).ids] == expected
         assert seen.status.totals.migrations == 0
 
 
@@ -147,6 +149,7 @@ async def test_clients_that_disconnect_during_migration_free_everything(lab: Lab
 async def test_one_replica_of_each_pool_leaves_under_load(lab: Lab, running_on: Ceiling) -> None:
     """A draining replica takes no new requests and finishes all that it has."""
     model_dir, inputs = lab.checkpoint("llama"), prompts(*range(20, 52))
+    expected = lab.reference.ids(model_dir, inputs, _GREEDY)
     async with lab.own(model_dir, policy=RoundRobin(), **_tree(2, 2)) as cluster:
         leaving = [cluster.pools[role].pop() for role in Role]
         running = _start(cluster, inputs[:16], _GREEDY)
@@ -158,7 +161,7 @@ async def test_one_replica_of_each_pool_leaves_under_load(lab: Lab, running_on: 
         late = await asyncio.gather(*_start(cluster, inputs[16:], _GREEDY))
         await draining
         answers = [await task for task in running] + late
-        assert [answer.ids for answer in answers] == lab.reference.ids(model_dir, inputs, _GREEDY)
+        assert [answer.ids for answer in answers] == expected
         served = {name for answer in late for name in (answer.route.prefill_replica, answer.route.decode_replica)}
         assert served.isdisjoint(replica.id for replica in leaving)
 
@@ -188,6 +191,7 @@ class Crowding:
 @pytest.mark.parametrize("sampling", quick([_GREEDY, _SAMPLED], [_SAMPLED]), ids=["greedy", "sampled"])
 async def test_crowded_requests_spread_with_unchanged_tokens(lab: Lab, running_on: Ceiling, sampling: Sampling) -> None:
     model_dir, inputs = lab.checkpoint("llama"), prompts(*range(20, 28))
+    expected = lab.reference.ids(model_dir, inputs, sampling)
     async with lab.own(model_dir, policy=Crowding(), **_tree(1, 2)) as cluster:
         async with beside(cluster.core.rebalance_forever()):
             running = _start(cluster, inputs, sampling)
@@ -195,13 +199,14 @@ async def test_crowded_requests_spread_with_unchanged_tokens(lab: Lab, running_o
             await cluster.until(lambda: emptier.status.running >= 2)
             running_on.lift()
             answers = [await task for task in running]
-        assert [answer.ids for answer in answers] == lab.reference.ids(model_dir, inputs, sampling)
+        assert [answer.ids for answer in answers] == expected
         assert sum(cluster.seen(decode).status.totals.migrations for decode in cluster.pools[Role.DECODE]) >= 2
         assert {answer.route.decode_replica for answer in answers} == {"decode-1", "decode-2"}
 
 
 async def test_migrated_request_migrates_again_when_its_replica_drains(lab: Lab, running_on: Ceiling) -> None:
     model_dir, inputs = lab.checkpoint("llama"), prompts(*range(20, 28))
+    expected = lab.reference.ids(model_dir, inputs, _GREEDY)
     async with lab.own(model_dir, policy=Crowding(), **_tree(1, 2)) as cluster:
         async with beside(cluster.core.rebalance_forever()):
             running = _start(cluster, inputs, _GREEDY)
@@ -210,7 +215,7 @@ async def test_migrated_request_migrates_again_when_its_replica_drains(lab: Lab,
             await cluster.drain(newcomer)
             running_on.lift()
             answers = [await task for task in running]
-        assert [answer.ids for answer in answers] == lab.reference.ids(model_dir, inputs, _GREEDY)
+        assert [answer.ids for answer in answers] == expected
         assert {answer.route.decode_replica for answer in answers} == {_CROWDED}
         assert [answer.route.migrations for answer in answers] == [0] * len(answers), "it was computed again"
 

@@ -53,6 +53,7 @@ async def test_streams_continue_and_the_far_side_returns_empty(
     running_on, policy, tree = shared_ceiling(100), FakePolicy(), exact_tree(0, 0)
     for pool in Role:
         tree[pool] |= {"kv_memory_gib": 0.02}
+    expected = lab.reference.ids(model_dir, inputs, greedy)
     with redis_at(cable.near.address, tmp_path) as near_redis:
         async with local_cluster(model_dir, near_redis, processes=True, policy=policy, **tree) as cluster:
             adding = [cluster.add(each, ceiling=running_on, on=cable.near) for each in Role]
@@ -68,7 +69,7 @@ async def test_streams_continue_and_the_far_side_returns_empty(
             cable.cut()
             running_on.lift()
             answers = await running
-            assert [answer.ids for answer in answers] == lab.reference.ids(model_dir, inputs, greedy)
+            assert [answer.ids for answer in answers] == expected
             # After three seconds of silence it is dropped, whether it was in use or not.
             await cluster.until(lambda: not (seen := cluster.replicas.get(far.id)) or not seen.is_usable)
             cable.mend()
@@ -85,6 +86,7 @@ async def test_answers_are_the_same_and_the_policy_learns_which_way_is_slow(
     greedy, tree = Sampling(temperature=0.0, max_tokens=40), exact_tree(0, 0)
     for pool in Role:
         tree[pool] |= {"kv_memory_gib": 0.1}
+    expected = lab.reference.ids(model_dir, inputs, greedy)
     with redis_at(slow_cable.near.address, tmp_path) as url:
         async with local_cluster(model_dir, url, processes=True, **tree) as cluster:
             far, near, _ = await asyncio.gather(
@@ -93,7 +95,7 @@ async def test_answers_are_the_same_and_the_policy_learns_which_way_is_slow(
                 cluster.add(Role.DECODE, on=slow_cable.near),
             )
             answers = await cluster.generate_all(inputs, greedy)
-            assert [answer.ids for answer in answers] == lab.reference.ids(model_dir, inputs, greedy)
+            assert [answer.ids for answer in answers] == expected
             assert {answer.route.attempts for answer in answers} == {1}, "slow is not lost"
             await cluster.until(lambda: all(cluster.seen(p).load().link_bytes_per_s for p in (far, near)))
             slow, fast = (cluster.seen(replica).load().link_bytes_per_s for replica in (far, near))

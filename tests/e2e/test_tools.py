@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from tests.e2e.conftest import Lab, smollm2_tree
+from tests.e2e.conftest import Lab
 from tests.support.grids import quick
 from tests.support.router_service import http_url, router_service
 from tests.support.sdk_clients import openai_client
@@ -47,7 +47,10 @@ def _turn(city: str) -> list[Any]:
 @asynccontextmanager
 async def _served(model_dir: Path, shared_cluster: SharedClusters, **model: Any) -> AsyncIterator[str]:
     """Serve the model and yield the router's URL. model: see router_service."""
-    async with shared_cluster(model_dir, **smollm2_tree()) as cluster, router_service(cluster, model=model) as service:
+    async with (
+        shared_cluster(model_dir, model={"served_name": "smollm2"}) as cluster,
+        router_service(cluster, model=model) as service,
+    ):
         yield http_url(service)
 
 
