@@ -235,25 +235,26 @@ def test_evicted_blocks_load_from_host_and_disk(tmp_path: Path) -> None:
     replica.close()
 
 
-@pytest.mark.parametrize("tier", [Tier.HOST, Tier.DISK])
 @pytest.mark.parametrize("layout", [_WITH_STATES, _WITH_WINDOWS])
-def test_pieces_of_states_and_of_windows_return(layout: KVLayout, tier: Tier, tmp_path: Path) -> None:
+def test_pieces_of_states_and_of_windows_return(layout: KVLayout, tmp_path: Path) -> None:
+    """Beside a block, from both tiers in one load, with a copy on the device."""
     answers: queue.SimpleQueue[tuple[int, LoadResult]] = queue.SimpleQueue()
-    rank = _Rank(layout, _NUM_BLOCKS, 0, {tier: 9}, tmp_path / "disk", answers)
-    blocks = [_NUM_BLOCKS + i for i in range(2 * layout.num_pieces)]
+    rank = _Rank(layout, _NUM_BLOCKS, 0, {Tier.HOST: 9, Tier.DISK: 9}, tmp_path / "disk", answers)
+    blocks = [3, *(_NUM_BLOCKS + i for i in range(2 * layout.num_pieces))]
     hashes = block_hashes(_ROOT, blocks, block_size=1)
     rank.pool.copy_in(torch.cat([_content(one, 0)[:, : layout.place_bytes] for one in hashes]), blocks)
-    before = rank.pool.copy_out(blocks)
-    places = [*zip(blocks, range(len(blocks)), hashes, strict=True)]
-    rank.tiers.carry_out(TierOrders(saves=[Save(tier, *place) for place in places]))
-    if rank.disk:
-        assert rank.disk.wait_until_written(timeout_s=_WAIT_S)
+    before, tiers = rank.pool.copy_out(blocks), [Tier.HOST] * 3 + [Tier.DISK] * (len(blocks) - 3)
+    places = [*zip(tiers, blocks, range(len(blocks)), hashes, strict=True)]
+    rank.tiers.carry_out(TierOrders(saves=[Save(*place) for place in places]))
+    assert rank.disk and rank.disk.wait_until_written(timeout_s=_WAIT_S)
+    rank.pool.copy_in(before[:1], [2])
     rank.pool.copy_in(torch.zeros_like(before), blocks)
     assert not rank.pool.copy_out(blocks).any()
-    sources = [LoadSource(tier, place, prefix_hash, block) for block, place, prefix_hash in places]
-    rank.tiers.start_loads(TierOrders(loads=[LoadOrder(1, sources)]))
+    sources = [LoadSource(tier, place, prefix_hash, block) for tier, block, place, prefix_hash in places]
+    rank.tiers.start_loads(TierOrders(loads=[LoadOrder(1, sources, copies=[(2, 5)])]))
     assert answers.get(timeout=_WAIT_S)[1].num_blocks == len(blocks)
     assert torch.equal(rank.pool.copy_out(blocks), before) and len(before.unique(dim=0)) == len(blocks)
+    assert torch.equal(rank.pool.copy_out([5]), before[:1])
     rank.tiers.close()
 
 
