@@ -84,8 +84,9 @@ def audit(rank: RankProcess, *, clear: bool) -> None:
 
 
 def _forget_all(blocks: BlockManager) -> None:
-    for prefix_hash in blocks.states.full_hashes() if blocks.states else ():
-        blocks.states.forget(prefix_hash)
+    if states := blocks.states:
+        for prefix_hash in states.full_hashes():
+            states.forget(prefix_hash)
     for prefix_hash in blocks.full_hashes():
         blocks.discard(prefix_hash)
     blocks.check_integrity()
