@@ -30,7 +30,7 @@ _KNOWN = {
     # Duration or amount of a benchmark's measurement: no option for operators, but tests shorten it.
     ("benchmarks/test_isolation.py", "isolation._STREAM_PROMPT"),
     ("benchmarks/test_isolation.py", "isolation._WARM_UP_S"),
-    ("e2e/test_failover.py", "relay._BACKOFF_S"),
+    ("e2e/test_failover.py", "core._BACKOFF_S"),
     ("core/model/test_source.py", "model_source._LOCK_S"),
     ("core/index/test_redis_client.py", "redis_client._MAX_AGE_S"),
     ("core/index/test_membership.py", "router_addresses._RENEW_S"),

@@ -22,10 +22,9 @@ from numpy.typing import NDArray
 from core.grammar.mask import GrammarMask, ThinkingMask, bits_of
 from core.grammar.strict_schema import ESCAPES, exact, has_unwritten, is_endless
 from core.model.tokenizer_file import open_tokenizer
-from core.types.constraints import SCHEMA_RULE, Grammar, GrammarKind
 from core.types.errors import RequestError
 from core.types.json_schema import WRITTEN
-from core.types.thinking_budget import ThinkingBudget
+from core.types.request import SCHEMA_RULE, Grammar, GrammarKind, ThinkingBudget
 
 logger = logging.getLogger(__name__)
 

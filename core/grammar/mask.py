@@ -12,7 +12,7 @@ from llguidance import LLMatcher
 from llguidance.numpy import fill_next_token_bitmask
 from numpy.typing import NDArray
 
-from core.types.thinking_budget import ThinkingBudget
+from core.types.request import ThinkingBudget
 
 # A mask takes about 40 us. One that repeatedly costs ten times as much delays every other row of its steps.
 _FREE_S, _S_PER_MASK = 0.5, 0.0005

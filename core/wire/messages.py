@@ -13,14 +13,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from core.rpc import worker_pb2 as pb
-from core.types.constraints import Grammar, GrammarKind
 from core.types.errors import RequestError, TransferError
 from core.types.handoff import Handoff, PrefixSource
 from core.types.prompt_logprobs import PromptLogprobs
-from core.types.request import DraftTally, FinishReason, SampledToken, Sampling, SequenceRequest, TokenLogprob
+from core.types.request import (
+    DraftTally,
+    FinishReason,
+    Grammar,
+    GrammarKind,
+    SampledToken,
+    Sampling,
+    SequenceRequest,
+    ThinkingBudget,
+    TokenLogprob,
+    TokenRules,
+)
 from core.types.step_timing import PromptSpent, StepTiming
-from core.types.thinking_budget import ThinkingBudget
-from core.types.token_rules import TokenRules
 from core.wire.proto_fields import from_message, to_message
 
 Number = TypeVar("Number", np.float32, np.int32)

@@ -10,7 +10,7 @@ from pydantic import AfterValidator
 from pydantic.fields import FieldInfo
 
 from core.types import errors as tree
-from core.types import token_rules
+from core.types import request
 from core.types.errors import ClusterError, outcome_of
 from docs.generate.table import table
 from frontend.anthropic.types import MessagesBody
@@ -33,10 +33,10 @@ _NOT_FOR_CLIENTS = (
 _LIMITS = {
     "stop": f"{rules.MAX_STOPS} strings of 1 to {rules.MAX_STOP_CHARS:,} characters",
     "stop_token_ids": f"{rules.MAX_STOP_TOKENS:,}",
-    "logit_bias": f"{token_rules.MAX_LOGIT_BIAS:,}, each from {-token_rules.MAX_BIAS:g} to {token_rules.MAX_BIAS:g}",
-    "allowed_token_ids": f"1 to {token_rules.MAX_ALLOWED_TOKENS:,}",
-    "bad_words": f"{token_rules.MAX_BAD_WORDS} of 1 to {MAX_BAD_WORD_CHARS} characters; "
-    f"{token_rules.MAX_BAD_WORD_TOKENS:,} tokens",
+    "logit_bias": f"{request.MAX_LOGIT_BIAS:,}, each from {-request.MAX_BIAS:g} to {request.MAX_BIAS:g}",
+    "allowed_token_ids": f"1 to {request.MAX_ALLOWED_TOKENS:,}",
+    "bad_words": f"{request.MAX_BAD_WORDS} of 1 to {MAX_BAD_WORD_CHARS} characters; "
+    f"{request.MAX_BAD_WORD_TOKENS:,} tokens",
     "cache_salt": f"{rules.MAX_SALT_CHARS:,} characters",
     "prompt": f"prompts times `n`: {MAX_PROMPTS_TIMES_N:,}",
     "n": f"1 to {rules.MAX_CHOICES}, and to `decode.max_running`",

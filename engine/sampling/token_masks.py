@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from core.types.token_rules import TokenRules
+from core.types.request import TokenRules
 
 
 class TokenRuleTensors:

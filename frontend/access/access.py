@@ -12,10 +12,9 @@ from core.index.redis_client import connect_redis
 from core.process.supervisor import Supervisor
 from core.types.api_key import KeyRegistry
 from core.types.errors import ClusterError, outcome_of
-from frontend.access.identity import Client
-from frontend.access.keyring import Keyring
+from frontend.access.keyring import Client, Keyring
+from frontend.access.limiter import LocalLimiter
 from frontend.access.limits import Limits
-from frontend.access.local_limiter import LocalLimiter
 from frontend.access.redis_limiter import RedisLimiter
 
 Count = Callable[[str], None]  # called with the outcome of a rejected request, by the metrics' names

@@ -14,9 +14,9 @@ from starlette.types import ASGIApp
 from core.index.membership import Member
 from core.types.errors import DeployError
 from frontend.admin.ui_page import UiPage
+from frontend.http.app import Methods
 from frontend.http.connections import ADMIN
 from frontend.http.http_listener import HttpListener
-from frontend.http.methods import Methods
 from frontend.openai.forms import ChatForm, TextForm
 from router.telemetry.metrics import CONTENT_TYPE
 

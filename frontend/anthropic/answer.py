@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from core.types.request import FinishReason
 from frontend.anthropic.content import StreamedContent, WholeContent
-from frontend.http.event_stream import data
-from frontend.http.json_response import JSON
+from frontend.http.event_stream import JSON, data
 from frontend.text.completion import Completion
 from frontend.text.events import Delta, Finished, Summary, TokenUsage
 

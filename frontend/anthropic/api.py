@@ -8,13 +8,11 @@ from fastapi import Request
 from starlette.responses import Response
 
 from core.types.errors import CapacityError, RateLimited, outcome_of
-from frontend.access.request_context import RequestContext
+from frontend.access.limits import RequestContext
 from frontend.anthropic.answer import AnthropicAnswer
 from frontend.anthropic.types import CountTokensBody, MessagesBody
-from frontend.http.event_stream import data, whole_answer
-from frontend.http.json_response import json_answer
-from frontend.http.open_requests import Opener
-from frontend.http.request_contexts import Endpoints, HttpRequestContexts, client_of
+from frontend.http.event_stream import data, json_answer, whole_answer
+from frontend.http.request_contexts import Endpoints, HttpRequestContexts, Opener, client_of
 from frontend.openai.errors import error_body
 from frontend.openai.fields import also_ignored
 from frontend.text.models import Models

@@ -7,8 +7,7 @@ from typing import Any
 import msgspec
 from pydantic_core import from_json
 
-from frontend.http.event_stream import data
-from frontend.http.json_response import JSON, to_json
+from frontend.http.event_stream import JSON, data, to_json
 from frontend.text.answer_reader import CallText
 
 # Anthropic signs thinking blocks, and clients may require a signature. It is not verified here.

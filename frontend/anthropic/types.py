@@ -11,10 +11,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from core.types.constraints import Grammar, GrammarKind
+from core.types.request import Grammar, GrammarKind
 from frontend.anthropic.messages import AnthropicMessages, AnthropicToolChoice, AnthropicTools, Texts, chat_messages
 from frontend.chat.chat import Chat
-from frontend.http.open_requests import GenerationBody
+from frontend.http.request_contexts import GenerationBody
 from frontend.openai.constraints import forced_grammar
 from frontend.openai.fields import Ignored, Integer, OpenAIObject, Unsupported
 from frontend.openai.messages import ChatSettings, ThinkingGiven, ToolGiven

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from core.types.errors import UnsupportedField
-from core.types.thinking_budget import ThinkingBudget
+from core.types.request import ThinkingBudget
 from frontend.chat.chat import Chat
 from frontend.chat.chat_template import EFFORT, EFFORTS, ChatTemplate
 from frontend.chat.output_format import OutputFormat

@@ -20,8 +20,8 @@ from core.types.errors import ClusterError, DeployError, RateLimited, ReplicaLos
 from core.types.network import format_address
 from core.wire.channel import PINGS_ALLOWED, keepalive
 from frontend.access.access import Access
-from frontend.access.identity import Client
-from frontend.access.request_context import RequestContext
+from frontend.access.keyring import Client
+from frontend.access.limits import RequestContext
 from frontend.grpc.admission import KeyInterceptor, authorization_of
 from frontend.grpc.health import EndpointHealth
 from frontend.grpc.messages import (

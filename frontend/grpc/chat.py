@@ -6,8 +6,8 @@ import re
 from typing import Any
 
 from core.rpc import inference_pb2 as pb
-from core.types.constraints import Grammar
 from core.types.errors import RequestError
+from core.types.request import Grammar
 from frontend.chat.call_shape import object_of
 from frontend.chat.chat import Chat, opens_answer
 from frontend.openai.constraints import forced_grammar

@@ -17,10 +17,9 @@ from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 
 from core.rpc import inference_pb2 as pb
-from core.types.constraints import ANY_OBJECT, Grammar, GrammarKind
 from core.types.errors import CapacityError, ClusterError, ContextLengthExceeded, RequestError, outcome_of
 from core.types.prompt_logprobs import PromptLogprobs
-from core.types.token_rules import MAX_ALLOWED_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS
+from core.types.request import ANY_OBJECT, MAX_ALLOWED_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS, Grammar, GrammarKind
 from frontend.chat.chat import Chat
 from frontend.grpc.chat import chat_of, forced_grammar_of, tool_calls_of
 from frontend.openai.messages import MAX_CALLS, MAX_TOOLS

@@ -1,19 +1,23 @@
 """HTTP application of a router: all APIs, and the middleware in front of them.
 
+HttpTraces    begins a trace, if the request is sampled
 _RequestIds   sets the request id and the error format
 _Gate         checks the API key before anything of the request is read
 _DirectRoutes calls generation endpoints directly, bypassing the application's routes
+Methods       answers HEAD and OPTIONS
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from core.spec.schema import RouterSpec
@@ -24,10 +28,8 @@ from frontend.anthropic.api import AnthropicApi, AnthropicErrors
 from frontend.http.body import BodyReader
 from frontend.http.connections import HTTP_ENDPOINT
 from frontend.http.errors import ErrorForm, answer_to, error_response, handle_errors
-from frontend.http.methods import Methods
 from frontend.http.openapi import OpenapiApi
 from frontend.http.request_contexts import Endpoints, HttpRequestContexts
-from frontend.http.tracing import HttpTraces, add_trace_header
 from frontend.openai.api import OpenAIApi
 from frontend.openai.errors import OpenAIErrors
 from frontend.openai.render_api import RenderApi
@@ -38,6 +40,7 @@ from frontend.responses.stored import StoredResponses
 from frontend.text.completion import Completions
 from frontend.text.completion_request import REQUEST_ID
 from frontend.text.models import Models
+from router.telemetry.tracing import Tracing
 
 _HEALTH = "/health"  # this path and those below it need no API key
 _DEFAULT = RouterSpec()
@@ -174,3 +177,72 @@ class _RequestIds:
             return send(message)
 
         await self._app(scope, receive, send_with_id)
+
+
+class Methods:
+    """Adds HEAD to the routes with GET, as Starlette's own routes have it; the server drops the body.
+
+    Add it first, so that it is the innermost middleware: it looks at each message of a response.
+    """
+
+    def __init__(self, app: ASGIApp, *, routes: Sequence[BaseRoute]) -> None:
+        """routes: the application's routes; all must be added before the first request."""
+        self._app = app
+        self._routes = [route for route in routes if isinstance(route, Route) and route.methods]
+        for route in self._routes:
+            if "GET" in (methods := _methods(route)):
+                methods.add("HEAD")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        if scope["method"] == "OPTIONS" and (allowed := self._allowed(scope)):
+            return await Response(status_code=204, headers={"allow": allowed})(scope, receive, send)
+
+        def send_allowed(message: Message) -> Awaitable[None]:
+            if message["type"] == "http.response.start" and message["status"] == 405:
+                MutableHeaders(scope=message)["allow"] = self._allowed(scope)
+            return send(message)
+
+        await self._app(scope, receive, send_allowed)
+
+    def _allowed(self, scope: Scope) -> str:
+        """Return the methods of all routes with this path; empty if there is none."""
+        found = [route for route in self._routes if route.matches(scope)[0] is not Match.NONE]
+        return ", ".join(sorted({"OPTIONS"}.union(*map(_methods, found)))) if found else ""
+
+
+def _methods(route: Route) -> set[str]:
+    assert route.methods
+    return route.methods
+
+
+class HttpTraces:
+    """Traces POST requests to given paths. `add_trace_header` returns the `traceparent` in the response headers."""
+
+    def __init__(self, app: ASGIApp, *, tracing: Tracing, paths: Collection[str]) -> None:
+        """paths: traced paths."""
+        self._app = app
+        self._tracing = tracing
+        self._paths = paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in self._paths:
+            return await self._app(scope, receive, send)
+        trace = self._tracing.begin(f"POST {scope['path']}", Headers(scope=scope))
+        if trace is None:
+            return await self._app(scope, receive, send)
+        scope.setdefault("state", {})["trace"] = trace
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            status = scope["state"].get("status", 0)
+            trace.end(status=str(status) if status else "", is_our_fault=status >= 500)
+
+
+def add_trace_header(state: dict[str, Any], headers: MutableHeaders, status: int) -> None:
+    """Add the traceparent to the response headers. Called by the middleware that edits headers anyway: wrapping
+    `send` once more would cost per token."""
+    if (trace := state.get("trace")) is not None:
+        headers["traceparent"] = trace.traceparent
+        state["status"] = status

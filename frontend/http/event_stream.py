@@ -1,23 +1,29 @@
-"""Server-sent events and whole responses; both stop their work as soon as the client disconnects."""
+"""JSON of all HTTP APIs: server-sent events and whole responses. Both stop their work once the client disconnects."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from collections.abc import AsyncGenerator, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
 
+import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from frontend.http.errors import CLIENT_GONE, ErrorForm, error_response
-from frontend.http.json_response import json_answer, to_json
 
 T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": keepalive\n\n"  # clients ignore it
+JSON = dict[str, Any]
+
+_encode = msgspec.json.Encoder().encode
+# Valid in JSON as they are, but clients that split a stream into lines as Unicode does would cut an event in two.
+_LINE_ENDS = tuple((char.encode(), json.dumps(char).strip('"').encode()) for char in "\x85\u2028\u2029")
 
 
 def data(content: dict[str, Any], *, name: str = "") -> bytes:
@@ -140,3 +146,17 @@ class EventStream(Response):
 async def _disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def to_json(content: object) -> bytes:
+    """Encode as one line, by the rules of JSON as well as of Unicode."""
+    encoded = _encode(content)
+    if encoded.isascii():
+        return encoded
+    for raw, escaped in _LINE_ENDS:
+        encoded = encoded.replace(raw, escaped)
+    return encoded
+
+
+def json_answer(content: object, headers: Mapping[str, str]) -> Response:
+    return Response(to_json(content), media_type="application/json", headers=dict(headers))

@@ -19,7 +19,7 @@ from core.types.errors import DeployError
 from core.types.network import format_address
 from frontend.http.certificates import Certificates
 from frontend.http.connections import HttpLimits
-from frontend.http.json_response import json_answer
+from frontend.http.event_stream import json_answer
 from frontend.openai.errors import http_error
 
 _LAST_WORDS_S = 1.0  # for cancelled requests to release what they hold

@@ -16,7 +16,7 @@ from pydantic_core import core_schema
 from starlette.responses import Response
 
 from frontend.anthropic.types import CountTokensBody, MessagesBody
-from frontend.http.json_response import JSON, to_json
+from frontend.http.event_stream import JSON, to_json
 from frontend.openai.fields import Only, OpenAIObject
 from frontend.openai.tokens_api import PACKAGE, DetokenizeBody, TokenizeBody
 from frontend.openai.types import ChatBody, TextBody

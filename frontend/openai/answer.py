@@ -10,8 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from core.types.request import FinishReason
-from frontend.http.event_stream import DONE, data
-from frontend.http.json_response import JSON, to_json
+from frontend.http.event_stream import DONE, JSON, data, to_json
 from frontend.openai.forms import Form, WholeChoice, ending
 from frontend.openai.prompt_logprobs import PromptScores, prompt_scores
 from frontend.text.answer_events import UnreadLimit

@@ -8,11 +8,9 @@ from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
 from core.types.errors import RequestError
-from frontend.access.request_context import RequestContext
-from frontend.http.event_stream import whole_answer
-from frontend.http.json_response import JSON
-from frontend.http.open_requests import ID_CHARS, MAX_REPEATED, Opener, ParsedBody
-from frontend.http.request_contexts import Endpoints, HttpRequestContexts
+from frontend.access.limits import RequestContext
+from frontend.http.event_stream import JSON, whole_answer
+from frontend.http.request_contexts import ID_CHARS, MAX_REPEATED, Endpoints, HttpRequestContexts, Opener, ParsedBody
 from frontend.openai.answer import OpenAIAnswer
 from frontend.openai.fields import also_ignored
 from frontend.openai.forms import ChatForm, Form, TextForm

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from core.types.constraints import ANY_OBJECT, Grammar, GrammarKind
 from core.types.errors import RequestError
+from core.types.request import ANY_OBJECT, Grammar, GrammarKind
 from frontend.openai.fields import Ignored, Only, OpenAIObject, Unsupported
 from frontend.openai.messages import ToolGiven
 from frontend.structured_output.json_schema import moved

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from core.types.request import TokenLogprob
-from frontend.http.json_response import JSON
+from frontend.http.event_stream import JSON
 from frontend.openai.prompt_logprobs import finite
 from frontend.text.answer_reader import CallText
 from frontend.text.events import Delta, Finished

@@ -9,7 +9,7 @@ from typing import Any
 from msgspec import Raw
 
 from core.types.prompt_logprobs import PromptLogprobs
-from frontend.http.json_response import to_json
+from frontend.http.event_stream import to_json
 from frontend.text.choice_text import Detokenizer
 from frontend.text.completion import Completion
 from frontend.text.text_threads import TextThreads

@@ -11,10 +11,9 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from core.types.errors import RequestError
-from frontend.access.request_context import RequestContext
-from frontend.http.json_response import JSON, json_answer
-from frontend.http.open_requests import ID_CHARS, MAX_REPEATED, Opener
-from frontend.http.request_contexts import HttpRequestContexts
+from frontend.access.limits import RequestContext
+from frontend.http.event_stream import JSON, json_answer
+from frontend.http.request_contexts import ID_CHARS, MAX_REPEATED, HttpRequestContexts, Opener
 from frontend.openai.types import ChatBody, TextBody
 from frontend.text.completion import Completion
 from frontend.text.models import Models

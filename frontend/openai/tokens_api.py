@@ -9,8 +9,8 @@ from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
 from core.types.errors import RequestError
-from frontend.access.request_context import RequestContext
-from frontend.http.json_response import json_answer
+from frontend.access.limits import RequestContext
+from frontend.http.event_stream import json_answer
 from frontend.http.request_contexts import HttpRequestContexts, client_of, peer_of
 from frontend.openai.fields import OpenAIObject, ignored_header
 from frontend.openai.messages import ChatSettings, Messages

@@ -12,8 +12,8 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 
 from core.types.errors import RequestError, UnsupportedField
-from core.types.token_rules import MAX_BIAS
-from frontend.http.open_requests import GenerationBody
+from core.types.request import MAX_BIAS
+from frontend.http.request_contexts import GenerationBody
 from frontend.openai.constraints import ResponseFormat, StructuredOutputs, forced_grammar, grammar_of, tool_not_found
 from frontend.openai.fields import EMPTY, Ignored, Integer, Only, OpenAIObject, Unsupported, whole
 from frontend.openai.messages import ChatSettings, Messages, ToolChoice, ToolGiven, ToolNamed, ToolsAllowed

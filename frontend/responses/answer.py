@@ -10,7 +10,7 @@ from typing import Any
 
 from core.types.errors import outcome_of
 from core.types.request import FinishReason
-from frontend.http.json_response import JSON
+from frontend.http.event_stream import JSON
 from frontend.openai.errors import error_body
 from frontend.openai.forms import ChatForm
 from frontend.responses.events import ResponseEvents

@@ -15,12 +15,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from core.types.errors import RequestError, UnsupportedField, outcome_of
-from frontend.access.request_context import RequestContext
+from frontend.access.limits import RequestContext
 from frontend.http.connections import HTTP_ENDPOINT
-from frontend.http.event_stream import COMMENT, whole_answer
-from frontend.http.json_response import JSON, json_answer, to_json
-from frontend.http.open_requests import Opener
-from frontend.http.request_contexts import Endpoints, HttpRequestContexts, client_of, tenant_of
+from frontend.http.event_stream import COMMENT, JSON, json_answer, to_json, whole_answer
+from frontend.http.request_contexts import Endpoints, HttpRequestContexts, Opener, client_of, tenant_of
 from frontend.openai.errors import OpenAIErrors, error_body
 from frontend.openai.fields import also_ignored
 from frontend.openai.forms import ChatForm

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from frontend.http.event_stream import data
-from frontend.http.json_response import JSON, to_json
+from frontend.http.event_stream import JSON, data, to_json
 
 _CALL = "response.function_call_arguments"
 # By item type: prefix of its events, and type of its one part.

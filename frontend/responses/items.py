@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from core.types.errors import RequestError
-from frontend.http.json_response import JSON
+from frontend.http.event_stream import JSON
 from frontend.openai.fields import UNSUPPORTED, Ignored, OpenAIObject
 from frontend.openai.messages import (
     MAX_PARTS,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from core.types.request import FinishReason
-from frontend.http.json_response import JSON
+from frontend.http.event_stream import JSON
 from frontend.responses.events import part_of
 from frontend.text.answer_reader import CallText
 from frontend.text.events import Delta, Finished

@@ -12,8 +12,8 @@ from msgspec import Raw
 from pydantic import ValidationError
 
 from core.types.errors import RequestError, UnknownResponse
-from frontend.http.json_response import JSON, to_json
-from frontend.http.open_requests import ParsedBody
+from frontend.http.event_stream import JSON, to_json
+from frontend.http.request_contexts import ParsedBody
 from frontend.openai.fields import OpenAIObject
 from frontend.responses.items import REFERENCE, InputItem, shown
 from frontend.responses.types import ResponsesBody

@@ -13,8 +13,8 @@ from pydantic import AfterValidator, Field
 
 from core.types.errors import RequestError
 from frontend.chat.chat import Chat
-from frontend.http.json_response import JSON, to_json
-from frontend.http.open_requests import GenerationBody
+from frontend.http.event_stream import JSON, to_json
+from frontend.http.request_contexts import GenerationBody
 from frontend.openai.constraints import ResponseFormat
 from frontend.openai.fields import EMPTY, Ignored, Integer, Only, OpenAIObject, Unsupported
 from frontend.openai.messages import (

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from core.types.constraints import Grammar, GrammarKind
 from core.types.errors import RequestError
 from core.types.json_schema import DROPPED, rewritten
+from core.types.request import Grammar, GrammarKind
 from frontend.chat.chat import Chat
 from frontend.chat.output_format import OutputFormat
 from frontend.parsers.formats import GENERIC

@@ -7,9 +7,8 @@ import json
 from collections import OrderedDict
 
 from core.grammar.compiler import GrammarCompiler
-from core.types.constraints import Grammar
 from core.types.errors import CapacityError, RequestError
-from core.types.thinking_budget import ThinkingBudget
+from core.types.request import Grammar, ThinkingBudget
 from frontend.chat.chat import Chat
 from frontend.text.completion_request import CompletionRequest
 from frontend.text.text_threads import TextThreads

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 
-from core.types.constraints import in_quotes
+from core.types.request import in_quotes
 
 
 class SpecialTokens:

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NoReturn
 
-from core.types.constraints import MAX_SCHEMA_BYTES, in_quotes
 from core.types.errors import RequestError
+from core.types.request import MAX_SCHEMA_BYTES, in_quotes
 from frontend.structured_output.json_schema import in_lark, lenient
 from frontend.structured_output.special_tokens import SpecialTokens
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from core.types.errors import RequestError
-from core.types.token_rules import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
+from core.types.request import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 from frontend.text.tokenizer import Tokenizer
 
 MAX_BAD_WORD_CHARS = 128

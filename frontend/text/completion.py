@@ -17,11 +17,9 @@ from functools import partial
 
 from core.grammar.compiler import GrammarCompiler
 from core.types.api_key import ApiKey
-from core.types.constraints import Grammar
 from core.types.errors import ClientTooSlow, ClusterError, DeadlineExceeded, RequestError, outcome_of
 from core.types.prompt_logprobs import PromptLogprobs
-from core.types.request import Sampling, SequenceRequest
-from core.types.thinking_budget import ThinkingBudget
+from core.types.request import Grammar, Sampling, SequenceRequest, ThinkingBudget
 from frontend.chat.chat import Chat
 from frontend.chat.chat_template import ChatTemplate
 from frontend.chat.output_format import OutputFormat

@@ -8,11 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from core.types.constraints import Grammar
 from core.types.errors import ContextLengthExceeded, RequestError, UnknownModel
 from core.types.prompt_logprobs import MAX_PROMPT_NUMBERS
-from core.types.request import Sampling, random_seed
-from core.types.token_rules import TokenRules
+from core.types.request import Grammar, Sampling, TokenRules, random_seed
 from frontend.chat.chat import Chat
 from frontend.text.bad_words import check_bad_words
 
@@ -145,7 +143,7 @@ class CompletionRequest:
     priority: int = 0  # smaller first, within a user
     peer: str = ""  # client address, for the audit log
     deadline_s: float | None = None  # remaining; None: the router's own limit
-    # Set by frontend.access.identity, never by the client.
+    # Set by frontend.access.keyring, never by the client.
     key_id: str = ""  # of its API key, for logs and for fair shares of the text threads
     tenant: str = ""  # the queue is shared fairly among tenants
     salt: str = ""  # of its prefix hashes

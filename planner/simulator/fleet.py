@@ -29,7 +29,7 @@ from router.routing.fair_queue import QueuedRequest
 from router.routing.plain_policies import make_policy
 from router.routing.policy import CandidateReplica, Option, RoutingRequest
 
-_MAX_BACKLOG_S = 1.0  # as in router/routing/replica_load.py
+_MAX_BACKLOG_S = 1.0  # as in router/routing/policy.py
 _ANY_LENGTH = 1 << 31  # tokens
 
 

@@ -20,8 +20,15 @@ from itertools import chain
 from core.index.prefix_index import NOTHING, Depths
 from core.types.handoff import PrefixSource
 from router.routing.fair_queue import Places
-from router.routing.policy import CandidateReplica, Option, Policy, RoutingRequest
-from router.routing.replica_load import ReplicaLoad, UsualRates, candidate_of
+from router.routing.policy import (
+    CandidateReplica,
+    Option,
+    Policy,
+    ReplicaLoad,
+    RoutingRequest,
+    UsualRates,
+    candidate_of,
+)
 
 Culprit = str | tuple[str, str]  # a replica that failed a request, or a (prefill, decode) pair whose link failed
 NO_CULPRITS: frozenset[Culprit] = frozenset()

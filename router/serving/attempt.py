@@ -22,13 +22,12 @@ from core.types.request import SequenceRequest
 from core.types.timeline import RequestPhase, Timeline
 from core.wire.messages import handoff_from_proto, prompt_logprobs_from_proto, tokens_from_proto
 from router.routing.chooser import Culprit
-from router.serving.choices import AttemptTasks, Choices
 from router.serving.decode_streams import DecodeStreams
-from router.serving.flows import Flows
 from router.serving.move import DecodeStream
-from router.serving.replica import Replica
-from router.serving.request_state import RequestState
+from router.serving.replicas import Replica
+from router.serving.request_state import AttemptTasks, Choices, RequestState
 from router.serving.reservations import Pair, Reservation, Reservations, may_retry
+from router.telemetry.traffic import Flows
 
 _SHIPPED_S = 1.0  # wait for the transfer report, which may follow the tokens decoded from that KV
 _STOP_S = 1.0

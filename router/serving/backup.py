@@ -22,8 +22,7 @@ from core.types.handoff import PrefixSource
 from core.types.request import OFFLINE, Role, Sampling, SequenceRequest
 from router.routing.revisions import Revisions
 from router.serving.decode_streams import DecodeStreams, Running
-from router.serving.replica import Replica
-from router.serving.replicas import Replicas
+from router.serving.replicas import Replica, Replicas
 
 logger = logging.getLogger(__name__)
 

@@ -11,12 +11,11 @@ from time import monotonic
 from core.types.errors import ClusterError, ReplicaLost
 from core.types.request import SequenceRequest
 from core.types.timeline import RequestPhase
-from router.serving.choices import AttemptTasks, Choices
-from router.serving.flows import Flows
 from router.serving.move import ChoiceMove, DecodeStream, Lease
-from router.serving.replica import Replica
-from router.serving.request_state import RequestState
+from router.serving.replicas import Replica
+from router.serving.request_state import AttemptTasks, Choices, RequestState
 from router.serving.reservations import Reservation, Reservations
+from router.telemetry.traffic import Flows
 
 _MOVE_AGAIN_S = 0.25
 _LAST_TOKENS_S = 3.0  # grace for the tokens of an ended call; a replica silent for that long counts as lost anyway

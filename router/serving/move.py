@@ -16,8 +16,8 @@ from core.rpc import worker_pb2 as pb
 from core.types.errors import ClusterError, ReplicaLost
 from core.types.request import SampledToken, SequenceRequest
 from core.wire.messages import handoff_from_proto
-from router.serving.replica import Replica, TokenSink
-from router.serving.worker import WorkerCall
+from router.serving.grpc_worker import WorkerCall
+from router.serving.replicas import Replica, TokenSink
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,7 @@ from core.types.request import Role
 from router.routing.revisions import Revisions
 from router.serving.decode_streams import DecodeStreams
 from router.serving.move import DecodeStream
-from router.serving.replica import Replica
-from router.serving.replicas import Replicas
+from router.serving.replicas import Replica, Replicas
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Record of one router's last requests: prefix hashes, lengths and times, but no text.
+"""Record of one router's last requests (prefix hashes, lengths and times; no text), and KV traffic between replicas.
 
 Always on, in bounded memory. The ids of a prompt are chained hashes, one per 64 tokens, keyed with a secret of the
 deployment. Without the key, a prompt can neither be read from them nor be confirmed by guessing.
@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from array import array
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from hashlib import blake2b
 from time import monotonic
 
@@ -26,12 +26,14 @@ from core.trace.traffic import (
     TrafficReport,
 )
 from core.types.errors import ClusterError
-from router.routing.replica_load import ReplicaLoad
-from router.serving.replica import Replica
+from router.routing.policy import ReplicaLoad
+from router.serving.replicas import Replica
 
 _MAX_REQUESTS = 50_000
 _MAX_IDS = 2_000_000  # total over all requests, eight bytes each
 _ID_BYTES = 8
+_LATELY_S = 5.0
+_MAX_TRANSFERS = 8192
 
 
 class TrafficRecord:
@@ -217,3 +219,34 @@ def _report_of(load: ReplicaLoad) -> ReplicaReport:
         drafted_per_row=load.drafted_per_row,
         **{field.name: getattr(member, field.name) for field in fields(AnnouncedPool)},
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """KV traffic of one kind from one replica to another."""
+
+    kind: str  # "handoff", "pull" or "move"
+    source: str
+    target: str
+    bytes_per_s: float
+
+
+class Flows:
+    """Log of recent KV transfers. Lives on the event loop."""
+
+    def __init__(self) -> None:
+        self._transfers: deque[tuple[float, str, str, str, int]] = deque(maxlen=_MAX_TRANSFERS)
+
+    def add(self, kind: str, source: str, target: str, num_bytes: int) -> None:
+        self._transfers.append((monotonic(), kind, source, target, num_bytes))
+
+    def lately(self) -> list[Flow]:
+        """Return the flows of the last _LATELY_S seconds, largest first."""
+        since = monotonic() - _LATELY_S
+        while self._transfers and self._transfers[0][0] < since:
+            self._transfers.popleft()
+        sums: defaultdict[tuple[str, str, str], int] = defaultdict(int)
+        for _, kind, source, target, num_bytes in self._transfers:
+            sums[kind, source, target] += num_bytes
+        flows = [Flow(*between, num_bytes / _LATELY_S) for between, num_bytes in sums.items()]
+        return sorted(flows, key=lambda flow: -flow.bytes_per_s)

@@ -16,10 +16,10 @@ from core.rpc import worker_pb2 as pb
 from core.types.request import Role
 from core.wire.messages import timing_from_proto
 from router.routing.decisions import Decisions
-from router.serving.flows import Flows
-from router.serving.replica import Replica
+from router.serving.replicas import Replica
 from router.telemetry.history import History, Point
 from router.telemetry.metrics import Metrics
+from router.telemetry.traffic import Flows
 
 _TAKE_S = 1.0
 _MAX_REPLICAS = 256  # replicas listed individually

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from core.types.request import Role, Sampling
-from core.types.token_rules import TokenRules
+from core.types.request import Role, Sampling, TokenRules
 from engine.config import EngineConfig
 from engine.cpu.library import open_kernels
 from engine.runner.runner import ModelRunner

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from core.types.request import SampledToken, Sampling, choice_seed
-from core.types.token_rules import TokenRules
+from core.types.request import SampledToken, Sampling, TokenRules, choice_seed
 from tests.e2e.conftest import Lab, exact_tree, on_device
 from tests.engine.steps import prompts
 from tests.engine.tiny_models import DEEPSEEK_V2, DEEPSEEK_V3

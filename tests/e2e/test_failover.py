@@ -11,9 +11,8 @@ import pytest
 
 from core.types.errors import LinkClosed, ReplicaLost
 from core.types.failpoint import FailpointStage
-from core.types.request import Role, SampledToken, Sampling, SequenceRequest, choice_seed
-from core.types.token_rules import TokenRules
-from router.serving import relay
+from core.types.request import Role, SampledToken, Sampling, SequenceRequest, TokenRules, choice_seed
+from router.serving import core
 from tests.e2e.conftest import Lab, exact_tree, on_device
 from tests.engine.steps import prompts
 from tests.support.grids import quick
@@ -156,7 +155,7 @@ async def test_choices_that_have_ended_stay_ended(lab: Lab) -> None:
 
 
 async def test_a_request_that_kills_every_replica_is_given_up(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relay, "_BACKOFF_S", 0.002)  # a tenth: five pauses take 7 s
+    monkeypatch.setattr(core, "_BACKOFF_S", 0.002)  # a tenth: five pauses take 7 s
     async with lab.own(lab.checkpoint("llama"), processes=True, **exact_tree(1, 0)) as cluster:
         for _ in range(6):  # one more than attempts
             await cluster.add(Role.DECODE, _DECODE_EVENTS["the KV has landed"])

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from core.grammar.compiler import GrammarCompiler
 from core.types.prompt_logprobs import PromptLogprobs
-from core.types.request import Role, Sampling
-from core.types.thinking_budget import ThinkingBudget
+from core.types.request import Role, Sampling, ThinkingBudget
 from engine.config import EngineConfig
 from engine.runner.runner import ModelRunner
 from engine.scheduler.step import ScheduledStep

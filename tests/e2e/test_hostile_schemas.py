@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from core.grammar.compiler import CompiledGrammar, GrammarCompiler
-from core.types.constraints import Grammar
+from core.types.request import Grammar
 from tests.e2e.conftest import Lab
 from tests.support.hostile_schemas import hostile_schemas
 from tests.support.plain_http import http_client

@@ -22,9 +22,8 @@ from jsonschema import Draft202012Validator
 from jsonschema.validators import validator_for
 
 from core.grammar.compiler import GrammarCompiler
-from core.types.constraints import Grammar, GrammarKind
 from core.types.failpoint import FailpointStage
-from core.types.request import FinishReason, Role, Sampling
+from core.types.request import FinishReason, Grammar, GrammarKind, Role, Sampling
 from engine.cpu.library import open_kernels
 from frontend.text.tokenizer import Tokenizer
 from tests.e2e.conftest import Lab, exact_tree

@@ -13,12 +13,19 @@ from typing import Any
 import pytest
 
 from core.grammar.compiler import GrammarCompiler
-from core.types.constraints import Grammar, GrammarKind
 from core.types.errors import GrammarNotFollowed, NoTokenAllowed, RequestError
 from core.types.failpoint import FailpointStage
-from core.types.request import DraftTally, FinishReason, Role, Sampling, choice_seed
-from core.types.thinking_budget import ThinkingBudget
-from core.types.token_rules import TokenRules
+from core.types.request import (
+    DraftTally,
+    FinishReason,
+    Grammar,
+    GrammarKind,
+    Role,
+    Sampling,
+    ThinkingBudget,
+    TokenRules,
+    choice_seed,
+)
 from engine.config import EngineConfig
 from engine.runner.runner import ModelRunner
 from engine.sampling.params import SamplingRow

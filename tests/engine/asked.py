@@ -11,10 +11,7 @@ from torch import Tensor
 
 from core.grammar.compiler import CompiledGrammar, GrammarCompiler
 from core.grammar.mask import ThinkingMask
-from core.types.constraints import Grammar, GrammarKind
-from core.types.request import SampledToken, Sampling, SequenceRequest
-from core.types.thinking_budget import ThinkingBudget
-from core.types.token_rules import TokenRules
+from core.types.request import Grammar, GrammarKind, SampledToken, Sampling, SequenceRequest, ThinkingBudget, TokenRules
 from engine.engine import Engine, SchedulerConfig
 from engine.kv.block_manager import BlockManager
 from engine.kv.pool import window_manager_of

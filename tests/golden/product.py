@@ -16,8 +16,7 @@ from cluster.cli.app import app
 from core.rpc import inference_pb2, transfer_pb2, worker_pb2
 from core.spec.schema import Spec
 from core.types import errors
-from core.types.request import Role, SampledToken, Sampling
-from core.types.token_rules import TokenRules
+from core.types.request import Role, SampledToken, Sampling, TokenRules
 from engine.config import EngineConfig
 from engine.runner.runner import ModelRunner
 from engine.tools.offline import generate

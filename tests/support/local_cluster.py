@@ -39,8 +39,7 @@ from router.routing.policy import Policy
 from router.serving.core import RouterCore
 from router.serving.discovery import Discovery
 from router.serving.grpc_worker import GrpcWorker
-from router.serving.replica import Replica
-from router.serving.replicas import Replicas
+from router.serving.replicas import Replica, Replicas
 from router.telemetry.metrics import Metrics
 from tests.support.ceiling import Ceiling
 from tests.support.hosts import Host

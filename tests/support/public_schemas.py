@@ -8,8 +8,8 @@ from importlib.resources import files
 import pytest
 
 from core.grammar.compiler import GrammarCompiler
-from core.types.constraints import Grammar, GrammarKind
 from core.types.errors import RequestError
+from core.types.request import Grammar, GrammarKind
 from tests.support.generated_schemas import Schema
 
 

@@ -9,12 +9,9 @@ from typing import Any
 import pytest
 
 from core.rpc import worker_pb2 as pb
-from core.types.constraints import Grammar, GrammarKind
 from core.types.errors import ContextLengthExceeded, RequestError
-from core.types.request import Sampling, SequenceRequest
-from core.types.thinking_budget import ThinkingBudget
-from core.types.token_rules import TokenRules
-from frontend.access.identity import salt_of
+from core.types.request import Grammar, GrammarKind, Sampling, SequenceRequest, ThinkingBudget, TokenRules
+from frontend.access.keyring import salt_of
 from worker.request_validation import check_request, prefix_source_of
 
 _TEN = tuple(range(10))

@@ -14,8 +14,8 @@ from jsonschema import Draft202012Validator
 
 from core.grammar.compiler import CompiledGrammar, GrammarCompiler
 from core.grammar.mask import GrammarMask
-from core.types.constraints import MAX_GRAMMAR_BYTES, MAX_SCHEMA_BYTES, Grammar, GrammarKind
 from core.types.errors import RequestError
+from core.types.request import MAX_GRAMMAR_BYTES, MAX_SCHEMA_BYTES, Grammar, GrammarKind
 from frontend.text.tokenizer import Tokenizer
 from tests.support.character_tokenizer import CHARACTERS, END, save_tokenizer
 from tests.support.generated_schemas import schemas

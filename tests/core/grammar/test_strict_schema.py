@@ -10,8 +10,8 @@ from jsonschema import Draft202012Validator
 
 from core.grammar.compiler import CompiledGrammar, GrammarCompiler
 from core.grammar.strict_schema import is_endless
-from core.types.constraints import Grammar, GrammarKind
 from core.types.errors import RequestError
+from core.types.request import Grammar, GrammarKind
 from tests.support.growth import growth
 from tests.support.masks import accepts, character_ids, make_compiler
 

@@ -12,9 +12,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from core.grammar.compiler import GrammarCompiler
 from core.grammar.mask import ThinkingMask
-from core.types.constraints import Grammar, GrammarKind
 from core.types.errors import RequestError
-from core.types.thinking_budget import ThinkingBudget
+from core.types.request import Grammar, GrammarKind, ThinkingBudget
 from tests.support.character_tokenizer import CHARACTERS, END, save_tokenizer
 from tests.support.masks import character_ids, make_compiler
 

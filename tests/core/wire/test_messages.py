@@ -10,14 +10,22 @@ import numpy as np
 import pytest
 
 from core.rpc import worker_pb2 as pb
-from core.types.constraints import Grammar, GrammarKind
 from core.types.errors import RequestError, TransferError
 from core.types.handoff import Handoff, PrefixSource
 from core.types.prompt_logprobs import PromptLogprobs
-from core.types.request import DraftTally, FinishReason, SampledToken, Sampling, SequenceRequest, TokenLogprob
+from core.types.request import (
+    DraftTally,
+    FinishReason,
+    Grammar,
+    GrammarKind,
+    SampledToken,
+    Sampling,
+    SequenceRequest,
+    ThinkingBudget,
+    TokenLogprob,
+    TokenRules,
+)
 from core.types.step_timing import StepTiming
-from core.types.thinking_budget import ThinkingBudget
-from core.types.token_rules import TokenRules
 from core.wire import messages
 from core.wire.messages import make_plausible, prompt_logprobs_from_proto, prompt_logprobs_to_proto
 

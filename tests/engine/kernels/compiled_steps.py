@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from core.model import config as model_config
 from core.types.request import Sampling
-from core.types.token_rules import TokenRules
+from core.types.request import TokenRules
 from engine.runner import decode_graphs, runner, streams
 from engine.sampling import greedy, sampler
 from engine.batch import device_batch

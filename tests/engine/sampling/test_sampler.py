@@ -21,8 +21,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from core.types.request import Sampling
-from core.types.token_rules import TokenRules
+from core.types.request import Sampling, TokenRules
 from engine.model import transformer
 from engine.sampling import sampler
 from engine.sampling.params import SamplingRow

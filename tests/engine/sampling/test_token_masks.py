@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.types.token_rules import TokenRules
+from core.types.request import TokenRules
 from engine.sampling.token_masks import TokenRuleTensors
 
 _tokens = st.integers(0, 3)  # so few that they repeat often

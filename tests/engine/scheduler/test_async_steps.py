@@ -16,8 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from core.types.request import FinishReason, SampledToken, Sampling, SequenceRequest
-from core.types.token_rules import TokenRules
+from core.types.request import FinishReason, SampledToken, Sampling, SequenceRequest, TokenRules
 from engine.engine import Engine, SchedulerConfig
 from engine.kv.block_manager import BlockManager
 from engine.runner.runner import ModelRunner

@@ -12,9 +12,7 @@ import pytest
 from numpy.testing import assert_allclose
 
 from core.grammar.compiler import CompiledGrammar, GrammarCompiler
-from core.types.constraints import Grammar, GrammarKind
-from core.types.request import Sampling
-from core.types.token_rules import TokenRules
+from core.types.request import Grammar, GrammarKind, Sampling, TokenRules
 from engine.engine import SchedulerConfig
 from engine.runner.runner import ModelRunner
 from engine.sampling.params import SamplingRow

@@ -8,9 +8,8 @@ from typing import Any
 from core.types.api_key import ApiKey, KeyRegistry, new_key, new_secret
 from frontend.access.access import Access, Count
 from frontend.access.keyring import Keyring
-from frontend.access.limiter import Limiter
+from frontend.access.limiter import Limiter, LocalLimiter
 from frontend.access.limits import Limits
-from frontend.access.local_limiter import LocalLimiter
 
 SALT_KEY = bytes(range(32))
 SEAL_KEY = bytes(reversed(range(32)))

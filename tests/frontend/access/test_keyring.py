@@ -20,8 +20,7 @@ from core.types.api_key import OPERATOR, new_key
 from core.types.errors import KeysUnknown, RequestError, Unauthenticated
 from core.types.request import OFFLINE
 from frontend.access.access import Access
-from frontend.access.identity import Client, salt_of
-from frontend.access.keyring import Keyring
+from frontend.access.keyring import Client, Keyring, salt_of
 from frontend.text.completion_request import CompletionRequest
 from tests.frontend.access.keys import SALT_KEY, SEAL_KEY, IssuedKey, book_of, issue
 from tests.support.waiting import becomes

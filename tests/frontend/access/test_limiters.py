@@ -16,8 +16,7 @@ from core.index.key_channel import places_of
 from core.index.redis_client import connect_redis
 from core.types.api_key import ApiKey, new_key
 from core.types.errors import RateLimited
-from frontend.access.limiter import LEASE_S, WINDOW, Limiter, Reservation
-from frontend.access.local_limiter import LocalLimiter
+from frontend.access.limiter import LEASE_S, WINDOW, Limiter, LocalLimiter, Reservation
 from frontend.access.redis_limiter import RedisLimiter
 
 Make = Callable[[], Limiter]

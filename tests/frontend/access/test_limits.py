@@ -16,10 +16,9 @@ from core.index.redis_client import connect_redis
 from core.process.ports import free_port
 from core.types.api_key import ApiKey
 from core.types.errors import RateLimited, RequestError
-from frontend.access.identity import Client
-from frontend.access.limiter import WINDOW, Limiter, Reservation
+from frontend.access.keyring import Client
+from frontend.access.limiter import WINDOW, Limiter, LocalLimiter, Reservation
 from frontend.access.limits import Limits
-from frontend.access.local_limiter import LocalLimiter
 from frontend.access.redis_limiter import RedisLimiter
 from frontend.text.completion import Completion
 from frontend.text.completion_request import CompletionRequest

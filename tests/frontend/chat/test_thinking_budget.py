@@ -10,9 +10,8 @@ import pytest
 from tokenizers import Tokenizer as FastTokenizer
 
 from core.grammar.compiler import GrammarCompiler
-from core.types.constraints import Grammar, GrammarKind
 from core.types.errors import UnsupportedField
-from core.types.request import SampledToken
+from core.types.request import Grammar, GrammarKind, SampledToken
 from frontend.chat.chat import Chat
 from frontend.chat.output_format import OutputFormat
 from frontend.chat.thinking import thinking_budget

@@ -13,7 +13,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from core.rpc import inference_pb2 as pb
 from core.rpc.inference_pb2_grpc import InferenceStub
 from core.types.errors import CapacityError, DeployError, LayoutMismatch, ReplicaLost
-from core.types.token_rules import TokenRules
+from core.types.request import TokenRules
 from frontend.access.access import Access
 from frontend.grpc.api import open_grpc_api
 from frontend.text.tokenizer import Tokenizer

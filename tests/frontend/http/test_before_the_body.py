@@ -14,8 +14,7 @@ import pytest
 
 from core.rpc import inference_pb2 as pb
 from core.types.api_key import ApiKey
-from frontend.access.limiter import Reservation
-from frontend.access.local_limiter import LocalLimiter
+from frontend.access.limiter import LocalLimiter, Reservation
 from frontend.http.connections import GRPC_ENDPOINT
 from frontend.text.completion_request import MAX_REQUEST_BYTES
 from tests.frontend.access.keys import IssuedKey, access_with, issue

@@ -10,7 +10,7 @@ import pytest
 
 from core.rpc import inference_pb2 as pb
 from frontend.grpc import api
-from frontend.http import open_requests
+from frontend.http import request_contexts
 from frontend.openai.types import ChatBody
 from tests.support.serving import USER, Served, serving
 from tests.support.tiny_service import MakeCompletions
@@ -69,7 +69,7 @@ async def test_repeated_prompts_are_limited(
 
 
 async def test_large_bodies_are_processed_on_threads(endpoint: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    threads = _record_threads(monkeypatch, (ChatBody, "requests"), (open_requests, "ignored_header"))
+    threads = _record_threads(monkeypatch, (ChatBody, "requests"), (request_contexts, "ignored_header"))
     for content, names in (("x", {"MainThread"}), ("x" * 20_000, {"text"})):
         await endpoint.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": content}]})
         assert {name.partition("_")[0] for name in threads} == names and len(threads) == 2

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from core.types.constraints import GrammarKind
+from core.types.request import GrammarKind
 from frontend.chat.output_format import OutputFormat
 from frontend.chat.tools_as_text import tools_as_text
 from tests.support.serving import TEMPLATES, Serve, Served

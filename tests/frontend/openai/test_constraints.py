@@ -11,11 +11,11 @@ from jsonschema import Draft202012Validator
 
 from core.grammar.compiler import GrammarCompiler
 from core.rpc import inference_pb2 as pb
-from core.types.constraints import ANY_OBJECT, Grammar, GrammarKind
 from core.types.errors import RequestError
+from core.types.request import ANY_OBJECT, Grammar, GrammarKind
 from frontend.anthropic.types import MessagesBody
 from frontend.grpc.messages import request_of
-from frontend.http.open_requests import GenerationBody
+from frontend.http.request_contexts import GenerationBody
 from frontend.openai.constraints import forced_grammar
 from frontend.openai.fields import ignored_header
 from frontend.openai.messages import ToolGiven

@@ -9,12 +9,11 @@ from typing import Any, get_args
 import pytest
 
 from core.spec.schema import ToolParser
-from core.types.constraints import Grammar, GrammarKind
-from core.types.request import FinishReason, SampledToken
+from core.types.request import FinishReason, Grammar, GrammarKind, SampledToken
 from frontend.anthropic.content import WholeContent
 from frontend.chat.chat import Chat
 from frontend.chat.output_format import OutputFormat
-from frontend.http.json_response import to_json
+from frontend.http.event_stream import to_json
 from frontend.openai.forms import ChatForm, WholeChoice
 from frontend.parsers.call_reader import CallReader
 from frontend.parsers.formats import CALL_FORMATS, hermes

@@ -16,8 +16,8 @@ from openai.types.responses import Response
 from pydantic import BaseModel
 
 from core.process.ports import free_port
-from core.types.constraints import ANY_OBJECT, GrammarKind
 from core.types.errors import ReplicaLost
+from core.types.request import ANY_OBJECT, GrammarKind
 from frontend.responses.api import HeldAnswer
 from frontend.responses.store import MAX_VALUE_BYTES, StoreBounds
 from frontend.responses.stored import StoredResponses

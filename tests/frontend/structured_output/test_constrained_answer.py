@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from core.grammar.compiler import GrammarCompiler
-from core.types.constraints import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
 from core.types.errors import RequestError
+from core.types.request import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
 from frontend.chat.chat import Chat
 from frontend.chat.output_format import OutputFormat
 from frontend.parsers.thinking import THINK

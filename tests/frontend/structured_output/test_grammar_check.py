@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from core.grammar.compiler import CompiledGrammar, GrammarCompiler
-from core.types.constraints import Grammar, GrammarKind
 from core.types.errors import RequestError
+from core.types.request import Grammar, GrammarKind
 from frontend.openai.types import ChatBody
 from frontend.structured_output.grammar_check import GrammarCheck
 from frontend.text.completion_request import CompletionRequest

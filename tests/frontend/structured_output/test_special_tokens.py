@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer as FastTokenizer
 
 from core.grammar.compiler import GrammarCompiler
-from core.types.constraints import Grammar, GrammarKind
+from core.types.request import Grammar, GrammarKind
 from frontend.chat.chat import Chat
 from frontend.chat.output_format import OutputFormat
 from frontend.parsers.thinking import THINK

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from core.grammar.compiler import GrammarCompiler
-from core.types.constraints import Grammar, GrammarKind
 from core.types.errors import RequestError
+from core.types.request import Grammar, GrammarKind
 from frontend.chat.chat import Chat
 from frontend.chat.output_format import OutputFormat
 from frontend.parsers.thinking import THINK

@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 
 from core.rpc import inference_pb2 as pb
-from core.types.constraints import Grammar, GrammarKind
-from core.types.request import FinishReason, SampledToken
+from core.types.request import FinishReason, Grammar, GrammarKind, SampledToken
 from frontend.anthropic.content import StreamedContent, WholeContent
 from frontend.chat.chat import Chat
 from frontend.chat.output_format import OutputFormat
 from frontend.grpc.messages import ResponseBytes
-from frontend.http.json_response import to_json
+from frontend.http.event_stream import to_json
 from frontend.openai.forms import ChatForm, WholeChoice
 from frontend.parsers.formats import CALL_FORMATS
 from frontend.parsers.thinking import THINK

@@ -12,9 +12,8 @@ import pytest
 from tokenizers import Tokenizer as FastTokenizer
 
 from core.grammar.compiler import GrammarCompiler
-from core.types.constraints import Grammar, GrammarKind
 from core.types.errors import RequestError
-from core.types.request import FinishReason, SampledToken
+from core.types.request import FinishReason, Grammar, GrammarKind, SampledToken
 from frontend.chat.chat import Chat
 from frontend.chat.chat_template import ChatTemplate
 from frontend.chat.output_format import OutputFormat

@@ -15,8 +15,7 @@ from core.types.timeline import Timeline
 from router.routing.chooser import cheapest, guest_wait_s
 from router.routing.decisions import Decisions
 from router.routing.plain_policies import POLICIES, make_policy
-from router.routing.policy import CandidateReplica, Option, RoutingRequest
-from router.routing.replica_load import ReplicaLoad, UsualRates
+from router.routing.policy import CandidateReplica, Option, ReplicaLoad, RoutingRequest, UsualRates
 from tests.support.members import make_member
 
 _DEMAND = RoutingRequest(num_tokens=4096, cache=CacheShape(block_size=64, token_bytes=1000), max_local_tokens=16)

@@ -78,7 +78,7 @@ def _in_messages(request: SequenceRequest) -> list[pb.PromptLogprobs]:
 
 
 class FakeCall(Generic[Event]):
-    """Fake router.serving.worker.WorkerCall."""
+    """Fake router.serving.grpc_worker.WorkerCall."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class Lease:
 
 
 class FakeWorker:
-    """Fake router.serving.worker.Worker of either role. peers: all workers by name."""
+    """Fake router.serving.grpc_worker.Worker of either role. peers: all workers by name."""
 
     def __init__(self, name: str, role: Role, peers: dict[str, FakeWorker], random: Random) -> None:
         self.name = name

@@ -22,7 +22,7 @@ from tests.router.serving.virtual_time import pass_time
 
 _BLOCK = 4
 _STOP_TOKENS = (7,)
-_ENOUGH_BLOWS = 5  # as router.serving.relay._MAX_FRUITLESS
+_ENOUGH_BLOWS = 5  # as router.serving.core._MAX_FRUITLESS
 QUEUE_S = 1_000.0
 
 

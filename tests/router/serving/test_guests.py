@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from core.types.request import OFFLINE, Role
-from router.serving.replica import Replica
+from router.serving.replicas import Replica
 from tests.router.serving import scenarios
 from tests.router.serving.fake_worker import FakeWorker
 from tests.router.serving.serving_world import QUEUE_S, Client, World

@@ -12,12 +12,11 @@ from core.types.errors import ReplicaLost
 from core.types.handoff import Handoff
 from core.types.request import SampledToken, SequenceRequest
 from router.serving.attempt import Attempt
-from router.serving.choices import AttemptTasks, Choices
+from router.serving.core import Relay
 from router.serving.decode_streams import DecodeStreams
 from router.serving.move import ChoiceMove
-from router.serving.relay import Relay
-from router.serving.replica import Replica, TokenSink
-from router.serving.request_state import RequestState
+from router.serving.replicas import Replica, TokenSink
+from router.serving.request_state import AttemptTasks, Choices, RequestState
 from router.serving.reservations import PromptReservation, Reservation, Reservations
 from tests.router.serving.fake_worker import FakeWorker
 from tests.router.serving.scenarios import SCENARIOS, Scenario, play

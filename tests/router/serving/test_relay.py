@@ -9,8 +9,7 @@ import pytest
 
 from core.types.errors import ReplicaLost, TransferError
 from core.types.request import FinishReason, Role, SampledToken, Sampling, SequenceRequest
-from router.serving.choices import Choices
-from router.serving.request_state import RequestState, ResponseQueue
+from router.serving.request_state import Choices, RequestState, ResponseQueue
 from router.serving.reservations import Reservations
 from tests.router.serving import scenarios
 from tests.router.serving.serving_world import World

@@ -26,8 +26,7 @@ from core.wire.frames import FrameHub, FrameServer
 from router.serving.discovery import Discovery
 from router.serving.grpc_worker import GrpcWorker
 from router.serving.rebalance import DecodeLoad, next_move
-from router.serving.replica import Replica
-from router.serving.replicas import Replicas
+from router.serving.replicas import Replica, Replicas
 from tests.router.serving.fake_worker import FakeCall
 from tests.support.identities import in_clear, rank, router
 from tests.support.members import make_member

@@ -9,7 +9,7 @@ import pytest
 from core.types.errors import ClientTooSlow, ContextLengthExceeded, DeadlineExceeded, ModelUnavailable, RequestError
 from core.types.prefix_hash import block_hashes, root_hash
 from core.types.request import OFFLINE, Role, Sampling, SequenceRequest
-from router.serving.replica import Replica
+from router.serving.replicas import Replica
 from tests.router.serving import scenarios
 from tests.router.serving.fake_worker import MAX_CONTEXT
 from tests.router.serving.serving_world import QUEUE_S, Client, World

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from core.process.supervisor import Supervisor
 from core.trace.traffic import ShownDecision, TrafficAnswer, TrafficReport
 from core.types.errors import DeployError
+from router.serving.grpc_worker import Worker
 from router.serving.replicas import Replicas
-from router.serving.worker import Worker
 from router.telemetry.traffic import TrafficRecord, TrafficReporter, prefix_ids
 from tests.router.serving.virtual_time import VirtualTimeLoop
 

@@ -13,16 +13,16 @@ from prometheus_client.parser import text_string_to_metric_families
 from core.rpc.worker_pb2 import Status, Totals
 from core.types.request import Role
 from router.routing.decisions import Decisions
-from router.serving.flows import Flows
 from router.telemetry.history import History, quantile
 from router.telemetry.metrics import Metrics, TokenHistogram
+from router.telemetry.traffic import Flows
 from router.telemetry.view import RouterView
 from tests.support.members import make_member
 
 
 @dataclass
 class FakeSeenReplica:
-    """Stand-in for the part of router.serving.replica.Replica that the view reads."""
+    """Stand-in for the part of router.serving.replicas.Replica that the view reads."""
 
     id: str
     role: Role
