@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from core.model.weight_files import weight_files
 from tests.engine.gguf_files import read_model
@@ -68,12 +69,14 @@ async def test_lm_eval_scores_equal_those_of_transformers(
     place = url if computed_by == "server" else str(smollm2_dir)
     found = json.loads((await _run(python, "lm_eval", place, tmp_path)).splitlines()[-1])
     assert found["texts"] == [" Paris", " Celsius"] and found["scores"] == [1.0, 1.0]
-    model = LlamaForCausalLM(LlamaConfig.from_pretrained(smollm2_dir)).eval()
+    settings = json.loads((smollm2_dir / "config.json").read_text())
+    config = LlamaConfig(**{name: value for name, value in settings.items() if value is not None})
+    model = LlamaForCausalLM(config).eval()
     read_model(weight_files(smollm2_dir).paths[0], model)
-    tokenizer = AutoTokenizer.from_pretrained(smollm2_dir)
+    tokenizer = Tokenizer.from_file(str(smollm2_dir / "tokenizer.json"))
     assert len(found["likelihoods"]) == 5
     for context, continuation, told, is_greedy in found["likelihoods"]:
-        num_before, ids = len(tokenizer.encode(context)), tokenizer.encode(context + continuation)
+        num_before, ids = len(tokenizer.encode(context).ids), tokenizer.encode(context + continuation).ids
         with torch.inference_mode():
             expected = model(torch.tensor([ids])).logits[0, num_before - 1 : -1].float().log_softmax(-1)
         own = torch.tensor(ids[num_before:])
