@@ -60,6 +60,9 @@ GROUPED = {
 }
 # Further forms, which only the CPU kernels hold by themselves.
 MORE = {
+    "int8 channels, float32": Grouped(torch.int8, None),
+    "int4 channels, float32": Grouped(None, None),
+    "groups of 64, float32": Grouped(None, 64, zeros="whole"),
     "groups of 32": Grouped(None, 32, torch.float16, zeros="whole"),
     "groups of 32, symmetric": Grouped(None, 32, torch.float16),
     "unequal groups": Grouped(None, 64, torch.float16, zeros="whole", order="unequal"),
@@ -88,10 +91,11 @@ def random_weight(
     num_groups = int(group_I[-1]) + 1
     scales = torch.rand(num_outputs, num_groups, generator=generator) / 8 + 0.0625
     scales = scales.to(form.scales)
+    of_order = torch.Generator().manual_seed(5)  # the same for any outputs
     if form.order == "unequal":  # as in one rank's columns
-        group_I = torch.randint(0, num_groups, (num_inputs,), generator=generator)
+        group_I = torch.randint(0, num_groups, (num_inputs,), generator=of_order)
     elif form.order == "any":
-        group_I = group_I[torch.randperm(num_inputs, generator=generator)]
+        group_I = group_I[torch.randperm(num_inputs, generator=of_order)]
     factors = torch.rand(num_outputs, generator=generator) + 0.5 if form.has_factors else None
     if form.codes == torch.float8_e4m3fn:
         codes = torch.randn(num_outputs, num_inputs, generator=generator)

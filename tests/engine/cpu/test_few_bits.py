@@ -32,15 +32,15 @@ from tests.engine.tiny_models import MakeModel, MakeRunner
 FORMATS = {name: FormatName[name] for name in coded_weights.OF_GGUF} | {
     "groups of 128": FormatName.INT4,
     "groups of 32": FormatName.INT4,
-    "groups of 64": FormatName.INT4_F32,
+    "groups of 64, float32": FormatName.INT4_F32,
     "groups of 32, symmetric": FormatName.Q4_0,
-    "int4 channels": FormatName.INT4_F32,
+    "int4 channels, float32": FormatName.INT4_F32,
     "unequal groups": FormatName.INT4,
     "nvfp4": FormatName.NVFP4,
     "mxfp4": FormatName.MXFP4,
     "nf4": FormatName.LEVELS,
     "fp4": FormatName.LEVELS,
-    "int8 channels": FormatName.INT8_F32,
+    "int8 channels, float32": FormatName.INT8_F32,
     "int8 groups": FormatName.Q8_0,
     "fp8 blocks": FormatName.FP8,
     "fp8 channels": FormatName.FP8,
@@ -167,7 +167,7 @@ def test_memory_is_close_to_file_size(kernels: Kernels, name: str) -> None:
 
 
 @pytest.mark.parametrize("num_inputs", [16, 48, 80, 200])
-@pytest.mark.parametrize("name", ["int8 channels", "fp8 channels", "int4 channels"])
+@pytest.mark.parametrize("name", ["int8 channels, float32", "fp8 channels", "int4 channels, float32"])
 def test_inputs_that_do_not_fill_a_run_are_padded(kernels: Kernels, name: str, num_inputs: int) -> None:
     weight, x_TI = random_weight(name, 21, num_inputs), random(11, num_inputs, seed=1).bfloat16()
     matrix, numbers_OI = packed(kernels, weight), weight.rows(0, 21)

@@ -112,7 +112,8 @@ def test_same_model_is_right_at_any_temperature(runner: ModelRunner, model_dir: 
     ask = [Asked(prompt, one) for prompt, one in zip(prompts(11, 12, 30), samplings, strict=True)]
     expected = answers(runner, ask)
     draft = DraftModel(make_runner(model_dir), vocab_size=VOCAB_SIZE)
-    speculation = Speculation({}, models={"draft": draft}, max_tokens=6, vocab_size=VOCAB_SIZE)
+    clock = partial(next, count(step=1e-3))
+    speculation = Speculation({}, models={"draft": draft}, max_tokens=6, vocab_size=VOCAB_SIZE, clock=clock)
     found = answers(runner, ask, speculation=speculation)
     compare(found, expected)
     counts = speculation.counts["draft"]
