@@ -301,12 +301,15 @@ async def test_health(completions: MakeCompletions) -> None:
     async with serving(completions()) as endpoint:
         stub = health_pb2_grpc.HealthStub(endpoint.channel)
         assert [(await stub.Check(one)).status for one in asked] == [serving_] * 3
-        watch = stub.Watch(asked[2])
-        assert (await watch.read()).status == serving_
+        of_process, watch = stub.Watch(asked[0]), stub.Watch(asked[2])
+        assert (await of_process.read()).status == (await watch.read()).status == serving_
         endpoint.api.set_health(is_ready=False)
         assert (await watch.read()).status == not_serving
-        watch.cancel()
         assert [(await stub.Check(one)).status for one in asked] == [serving_, not_serving, not_serving]
+        endpoint.api.set_health(is_live=False, is_ready=False)
+        assert (await of_process.read()).status == not_serving, "told of changes only"
+        for one in (of_process, watch):
+            one.cancel()
 
 
 async def test_closing_reports_not_serving_and_waits_only_for_running_requests(completions: MakeCompletions) -> None:

@@ -18,6 +18,7 @@ from core.types.errors import (
     DeadlineExceeded,
     ReplicaLost,
     RequestError,
+    UnknownModel,
 )
 from core.types.request import FinishReason, choice_seed
 from frontend.chat.chat import Chat
@@ -239,6 +240,11 @@ async def test_wrong_field_is_named(completions: MakeCompletions, param: str, fi
     assert caught.value.param == param
     assert not fake.started
     assert outcomes(service) == {"invalid_value": 1}
+
+
+async def test_unknown_model(completions: MakeCompletions) -> None:
+    with pytest.raises(UnknownModel, match="'gpt-9' is not served here; 'tiny' is"):
+        await completions().open(request(model="gpt-9"))
 
 
 @pytest.mark.parametrize(
