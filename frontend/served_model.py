@@ -88,8 +88,7 @@ class ServedModel:
         identity: its router name is unique within the deployment. tasks: supervisor of the background tasks, closed
         with the model. node: address of this machine for other machines. audit_log: file with one line per request.
         revisions: serving revisions from the controller; None: read them from Redis alone. find_members: see Discovery.
-        has_many_tenants: whether
-        more than one tenant sends requests at present.
+        has_many_tenants: whether more than one tenant sends requests at present.
         """
         model_dir = await asyncio.to_thread(model_source.resolve, spec.model.source)
         config = model_config.load(model_dir, max_context=spec.model.max_context)

@@ -23,10 +23,10 @@ _OTHERS = {
 }
 _KNOWN = {
     # Layers that no family has are put together from parts.
-    ("engine/cpu/test_cpu_kernels.py", "at_once._model"),
-    ("engine/cpu/test_cpu_kernels.py", "at_once._model._layers"),
-    ("engine/cpu/test_cpu_kernels.py", "runner._model"),
-    ("engine/cpu/test_cpu_kernels.py", "runner._model._layers"),
+    ("engine/cpu/test_compiled_models.py", "at_once._model"),
+    ("engine/cpu/test_compiled_models.py", "at_once._model._layers"),
+    ("engine/cpu/test_compiled_models.py", "runner._model"),
+    ("engine/cpu/test_compiled_models.py", "runner._model._layers"),
     # Duration or amount of a benchmark's measurement: no option for operators, but tests shorten it.
     ("benchmarks/test_isolation.py", "isolation._STREAM_PROMPT"),
     ("benchmarks/test_isolation.py", "isolation._WARM_UP_S"),

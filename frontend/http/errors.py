@@ -22,7 +22,7 @@ from core.types.errors import (
     Unauthenticated,
     UnsupportedEncoding,
 )
-from frontend.http.body import SUPPORTED
+from frontend.http.content_encoding import SUPPORTED
 
 CLIENT_GONE = 499  # nginx's code for a disconnected client, for access logs
 _BEHIND_V1 = ("chat", "completions", "models", "responses")

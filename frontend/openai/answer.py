@@ -19,6 +19,10 @@ from frontend.text.events import Delta, Event, Finished, Summary, TokenUsage
 from frontend.text.text_threads import TextThreads
 from frontend.text.tokenizer import Tokenizer
 
+_MAX_RUNNING = 64  # choices of one response that run at a time
+_MAX_QUEUED = 64  # batches of events; backpressure from a slow client
+NumberedEvents = AsyncIterator[tuple[int, list[Event]]]  # completion number, and events that arrived together
+_Queue = asyncio.Queue[tuple[int, list[Event] | Exception]]
 _TEXT, _IDS = "\x00", "\x01"  # placeholders in the chunk template; request ids contain visible characters only
 
 
@@ -92,12 +96,6 @@ class ChoiceChunks:
         total = num_prompt + self._num_tokens
         usage = {"prompt_tokens": num_prompt, "completion_tokens": self._num_tokens, "total_tokens": total}
         return {"usage": usage}
-
-
-_MAX_RUNNING = 64  # choices of one response that run at a time
-_MAX_QUEUED = 64  # batches of events; backpressure from a slow client
-NumberedEvents = AsyncIterator[tuple[int, list[Event]]]  # completion number, and events that arrived together
-_Queue = asyncio.Queue[tuple[int, list[Event] | Exception]]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -131,7 +131,7 @@ class FakeListener:
     def __init__(self) -> None:
         self.num_ended = 0
 
-    def granted(self, num_tokens: int) -> None:
+    def served(self, num_tokens: int) -> None:
         pass
 
     def ended(self, shipment: Shipment | None, error: TransferError | None) -> None:
@@ -314,7 +314,7 @@ class Loading(EngineMachine):
         )
         listener = FakeListener()
         self.asked[handoff.id] = tokens, listener
-        self.served.give(handoff, block_hashes(root_hash("m"), tokens, block_size=_BLOCK), listener)
+        self.served.serve(handoff, block_hashes(root_hash("m"), tokens, block_size=_BLOCK), listener)
 
     @precondition(lambda self: self.serving)
     @rule(data=st.data(), cancels=st.booleans())

@@ -195,7 +195,7 @@ def test_published_models(tmp_path: Path) -> None:
     large = read(tmp_path, LARGE3)
     assert large.latent and large.latent.latent_dim == 512 and large.attention_scale(0) == pytest.approx(192**-0.5)
     assert large.experts and large.experts.num_experts == 128 and large.experts.shared_size == 4096
-    assert [large.is_sparse(layer) for layer in (0, 2, 3, 60)] == [False, False, True, True]
+    assert [large.layers[layer].is_sparse for layer in (0, 2, 3, 60)] == [False, False, True, True]
     assert large.num_parameters == pytest.approx(673e9, rel=0.01), "675 billion, with the image encoder"
     mixtral = read(tmp_path, MIXTRAL)
     assert mixtral.experts and mixtral.experts.intermediate_size == 14336 and mixtral.max_context == 65536

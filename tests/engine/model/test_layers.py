@@ -78,5 +78,6 @@ def test_heads_that_cannot_be_shared_are_refused(shape: RecurrentShape) -> None:
 
 def test_bytes_of_states() -> None:
     """Qwen3-Next: 2 MiB of matrices and 48 KiB of bf16 rows per layer, by four ranks a quarter each."""
-    assert (QWEN3_NEXT.matrix_bytes(), QWEN3_NEXT.conv_bytes(number_bytes=2)) == (2 << 20, 48 << 10)
-    assert (QWEN3_NEXT.matrix_bytes(4), QWEN3_NEXT.conv_bytes(4, number_bytes=2)) == (512 << 10, 12 << 10)
+    for num_ranks, matrix_bytes, conv_bytes in ((1, 2 << 20, 48 << 10), (4, 512 << 10, 12 << 10)):
+        assert QWEN3_NEXT.matrix_bytes(num_ranks) == matrix_bytes
+        assert QWEN3_NEXT.state_bytes(num_ranks, number_bytes=2) == matrix_bytes + conv_bytes

@@ -167,7 +167,7 @@ def test_a_text_part_equals_the_model_alone(
     architecture, changes = FAMILIES[family]
     directory, _ = tiny_model(architecture, **changes)
     _embed(directory, tmp_path, case)
-    with caplog.at_level(logging.INFO, logger="engine.weights.renamed_checkpoint"):
+    with caplog.at_level(logging.INFO, logger="engine.weights.open_checkpoint"):
         runner = make_runner(tmp_path)
     [record] = [record for record in caplog.records if "text model only" in record.message]
     assert f"{len(towers)} tensors of {', '.join(sorted(towers))} are not read" in record.message

@@ -22,7 +22,6 @@ from engine.kernels.quant.quantized_matmul import launch_coded_product, launch_w
 from engine.layers.code_parts import panels_of, rows_of
 from engine.layers.layers import TorchMatrix
 from engine.layers.low_bit_matrix import CodedMatrix, Int8Matrix
-from engine.sampling.sampler import numbers_of
 from engine.weights.quantized_weight import GGMLWeight, GroupedWeight, QuantizedWeight
 from tests.engine.coded_weights import GROUPED, OF_GGUF, random_weight, shape_of
 from tests.engine.kernels.interpreter import count_reads
@@ -30,6 +29,7 @@ from tests.engine.kernels.moe.test_moe import biases, choices
 from tests.engine.kernels.pools import DEVICE, DTYPES, random
 from tests.support.grids import quick
 from tests.support.product_references import (
+    numbers_of,
     reference_coded_experts,
     reference_coded_product,
     reference_int8_product,
