@@ -135,7 +135,7 @@ def test_the_parts_of_the_kubernetes_cluster_find_each_other() -> None:
     spec = load_spec(str(DEPLOY / "topologies" / "2P4D-h200.yaml"))
     pools = {group["labels"]["pool"] for group in cluster["workerGroupSpecs"]}
     assert {spec.pool(role).labels["pool"] for role in Role} == pools
-    endpoints = {entry["port"] for entry in things["Service", "xpyd-doors"]["spec"]["ports"]}
+    endpoints = {entry["port"] for entry in things["Service", "xpyd-endpoints"]["spec"]["ports"]}
     assert endpoints == {spec.router.grpc_port, spec.router.http_port}
 
 

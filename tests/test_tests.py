@@ -45,8 +45,8 @@ _KNOWN = {
     ("cluster/launch/test_router_admin.py", "router_admin._ANSWER_S"),
     ("router/serving/test_discovery.py", "discovery._CONTROLLER_S"),
     ("router/telemetry/test_tracing.py", "tracing_module._EXPORT_TIMEOUT_S"),
-    ("e2e/test_seen.py", "traffic._REPORT_S"),
-    ("e2e/test_seen.py", "router_addresses._RENEW_S"),
+    ("e2e/test_admin_views.py", "traffic._REPORT_S"),
+    ("e2e/test_admin_views.py", "router_addresses._RENEW_S"),
     ("frontend/test_attached_deployments.py", "attached_module._REFRESH_S"),
     # Which fetches a machine may still cancel.
     ("engine/test_loading_engine.py", "self.served._orders"),

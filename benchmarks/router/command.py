@@ -80,17 +80,17 @@ def lines(result: dict[str, Any], *, rate: float) -> Iterator[str]:
             f"serves {costs['requests_per_core_s']} requests/s"
         )
     for row in result["prompts"]:
-        yield f"{row['door']}: a prompt of {row['tokens']} tokens takes {row['processor_ms']:.0f} ms CPU"
+        yield f"{row['endpoint']}: a prompt of {row['tokens']} tokens takes {row['processor_ms']:.0f} ms CPU"
     for row in result.get("tracing", ()):
         took = row["request_ms"]
         yield (
-            f"{row['door']}: tracing {row['ratio']:.0%} of requests costs {row['costs']:.1%} more CPU time: best "
+            f"{row['endpoint']}: tracing {row['ratio']:.0%} of requests costs {row['costs']:.1%} more CPU time: best "
             f"{took['without']:.2f} ms per request without, {took['traced']:.2f} with"
         )
     for row in result["streams"]:
         beyond = row["beyond_pace_ms"]
         yield (
-            f"{row['door']}: {row['streams']} streams, {row['tokens_per_s']} tokens/s with "
+            f"{row['endpoint']}: {row['streams']} streams, {row['tokens_per_s']} tokens/s with "
             f"{row['processor_share']:.0%} of a core ({row['tokens_per_core_s']} would fill one), "
             f"{row['memory_kib_per_stream']:.0f} KiB per stream"
         )

@@ -67,7 +67,7 @@ async def _measure(model_dir: Path, load: RouterLoad, profile: Path | None) -> d
             async with open_endpoint(sides.endpoint(name), EndpointAccess()) as target:
                 found["costs"][name] = await _costs(sides, target, load)
                 if load.prompt:
-                    found["prompts"].append({"door": name} | await _long_prompt(sides, target, load.prompt))
+                    found["prompts"].append({"endpoint": name} | await _long_prompt(sides, target, load.prompt))
                 if profile and name == "http":
                     sides.router.ask("profile", path="")
                     await _ask_all(target, load, num_tokens=load.tokens)
@@ -77,7 +77,7 @@ async def _measure(model_dir: Path, load: RouterLoad, profile: Path | None) -> d
     for number in load.streams:
         for name in ENDPOINTS:
             async with _started(model_dir, num_replicas=-(-number // MAX_RUNNING)) as sides:
-                found["streams"].append({"door": name, "streams": number} | await _many(sides, name, number, load))
+                found["streams"].append({"endpoint": name, "streams": number} | await _many(sides, name, number, load))
     return found
 
 
@@ -152,7 +152,7 @@ async def _tracing(model_dir: Path, load: RouterLoad, name: str, ratio: float) -
                 used[side is traced] = (side.router.ask("processor_s") - before) / load.requests
             rows.append((used[False], used[True]))
     return {
-        "door": name,
+        "endpoint": name,
         "ratio": ratio,
         "request_ms": {
             "without": round(1e3 * min(row[0] for row in rows), 3),

@@ -122,7 +122,7 @@ def most_parts(window: int, block_size: int) -> int:
 
 
 def least_parts(*, window: int, block_size: int, max_batch_tokens: int) -> int:
-    """Return the parts for the largest step and one sequence of any length, the empty part 0 included."""
+    """Return how many parts a pool needs at least: for the largest step, one sequence, and empty part 0."""
     return 1 + most_parts(window, block_size) + -(-max_batch_tokens // block_size)
 
 

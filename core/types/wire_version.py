@@ -10,4 +10,4 @@ WIRE_VERSION = 4
 #
 # New fields of messages and records need no new version: older processes ignore them. Raise the version when an
 # existing field changes its meaning; processes of different versions then refuse to work together.
-# tests/support/oldest.py names the oldest commit whose processes must work with those of today.
+# tests/support/oldest_version.py names the oldest commit whose processes must work with those of today.

@@ -167,7 +167,7 @@ def _first_basis(seen: Sequence[_Seen]) -> Tensor:
 
 
 def _basis(rows_DD: Tensor, metric_DD: Tensor, mean_D: Tensor) -> Tensor:
-    """Return the matrix that multiplies rows of a covariance from the right.
+    """Return the change of basis (D, D) for rows with the covariance `rows`: row @ basis.
 
     metric: covariance of the readers. mean: vector that becomes a multiple of the first unit vector.
     """

@@ -143,7 +143,7 @@ class SamplingRow:
     def behind(self, num_drafted: int) -> SamplingRow:
         """Return the row that chooses the token `num_drafted` positions later, whatever the tokens in between are.
 
-        Only for rows that do not go one by one. A plain greedy row, the usual case, is the same at every position.
+        Only unless `is_sequential(num_drafted)`. A plain greedy row, the usual case, is the same at every position.
         """
         if not self.has_options and self.mask is None:
             return self

@@ -74,7 +74,7 @@ def plan_call(known: Seq[Seq[float]], offers: Seq[CallOffer], cost: StepCost, ma
 
 
 def _rate(chances: Seq[Seq[float]], cost: StepCost, max_tokens: int, *, call_s: float) -> float:
-    """Return the tokens per second with the best drafts of these."""
+    """Return the tokens per second if each row drafts as many of its proposed tokens as is best."""
     lengths = plan_drafts(chances, len(chances), cost, max_tokens)
     expected = sum(sum(row[:length]) for row, length in zip(chances, lengths, strict=True))
     return (len(chances) + expected) / (cost.step(sum(lengths)) + call_s)

@@ -196,8 +196,8 @@ class Scanner:
         self._unemitted.clear()
 
     def give_up(self, *, is_text: bool = False) -> None:
-        """Reject the consumed text as a call. Emit its first part as text and scan the rest again; is_text: emit all of
-        it as text. Report an open call as broken instead."""
+        """Reject the consumed text as a call. If a call is open, report it as broken. Otherwise emit the first consumed
+        piece as text and scan the rest again (is_text: emit all of it)."""
         taken, unemitted = self._taken, "".join(self._unemitted)
         self._taken, self._unemitted, self._num_taken = [], [], 0
         if self.is_begun:

@@ -135,7 +135,7 @@ class Chooser:
         if not alone:
             return None
         decode_names = {load.replica for load in decodes}
-        wait_s = guest_wait_s(
+        wait_s = decode_wait_s(
             [view for view in full if view.replica in decode_names],
             num_tokens=need.num_tokens,
             answer_tokens=answer_tokens,
@@ -251,7 +251,7 @@ def with_room_for_local_decode(prefills: Sequence[ReplicaLoad], need: Need) -> l
     return [load for load in prefills if load.has_room_for_local_decode(num_blocks=blocks, num_streams=streams)]
 
 
-def guest_wait_s(decodes: Sequence[CandidateReplica], *, num_tokens: int, answer_tokens: int, num_ends: int) -> float:
+def decode_wait_s(decodes: Sequence[CandidateReplica], *, num_tokens: int, answer_tokens: int, num_ends: int) -> float:
     """Predict the seconds until `num_ends` streams have ended on these full replicas; an hour if they run none.
 
     num_tokens: context length of a stream. answer_tokens: mean length of answers; running ones are spread evenly over

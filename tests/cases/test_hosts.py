@@ -21,7 +21,7 @@ from tests.e2e.conftest import Checkpoint
 from tests.engine.steps import prompts
 from tests.router.serving import scenarios
 from tests.router.serving.conftest import quiet  # noqa: F401
-from tests.router.serving.serving_world import World
+from tests.router.serving.serving_model import World
 from tests.router.serving.virtual_time import until
 from tests.support.grids import quick
 from tests.support.identities import router
@@ -49,15 +49,15 @@ async def test_ranks_reach_each_other(checkpoint: Checkpoint, redis_url: str, tl
 async def test_both_endpoints_listen(smollm2_dir: str, redis_url: str, host: str) -> None:
     """vllm-project/tpu-inference#3467, NovaSky-AI/SkyRL#612"""
     pool = {"replicas": 0}
-    doors: dict[str, Any] = {
+    endpoints: dict[str, Any] = {
         "host": host,
         "shutdown_delay_s": 0.0,
         "admin_host": "::1",
         "keys": "none",
         "grpc_port": free_port("::1"),
     }
-    doors["http_port"] = free_port("::1")
-    async with local_cluster(smollm2_dir, redis_url, prefill=pool, decode=pool, router=doors) as cluster:
+    endpoints["http_port"] = free_port("::1")
+    async with local_cluster(smollm2_dir, redis_url, prefill=pool, decode=pool, router=endpoints) as cluster:
         spec = cluster.spec
         assert spec.router.host
         service = await RouterService.open(

@@ -25,7 +25,7 @@ from tests.engine.spec_decode.proposers import FakeProposer
 from tests.engine.steps import VOCAB_SIZE, prompts
 from tests.engine.tiny_models import DELTA_NET
 from tests.worker.answer_listeners import FakeAnswerListener, FakeMoveListener
-from tests.worker.rank_of_one import BLOCK_SIZE, FakePassage, RankOfOne, shipment
+from tests.worker.rank_of_one import BLOCK_SIZE, FakeTransfer, RankOfOne, shipment
 from worker import migrations
 from worker.gang_runner import GangRunner
 
@@ -215,7 +215,7 @@ def test_only_a_decoding_choice_can_migrate(rank: RankOfOne) -> None:
     worker.step()
     worker.migrate("router-0", 1, rank.handoff(20), moving)
     worker.migrate("router-0", 9, rank.handoff(20), moving)
-    assert moving.stayed == ["choice is not decoding on this replica"] * 2 and not rank.sender.passages
+    assert moving.stayed == ["choice is not decoding on this replica"] * 2 and not rank.sender.transfers
 
 
 @pytest.fixture(scope="module")
@@ -229,7 +229,7 @@ def test_migration_ships_the_state_that_the_last_draft_left(
 ) -> None:
     """Every rejected draft moves the state of a choice to another slot."""
     monkeypatch.setattr(migrations, "is_quicker_to_ship", lambda **_: True)
-    monkeypatch.setattr(FakePassage, "is_idle", False)  # so that the copy never catches up
+    monkeypatch.setattr(FakeTransfer, "is_idle", False)  # so that the copy never catches up
     monkeypatch.setattr(Pace, "timing", None)  # drafting must not depend on the machine's speed
     rank, listener, moving = RankOfOne(model_with_states.runner), FakeAnswerListener(), FakeMoveListener()
     wrong = FakeProposer(lambda tokens, max_tokens: [0] * min(3, max_tokens))
@@ -241,11 +241,11 @@ def test_migration_ships_the_state_that_the_last_draft_left(
     handoff = replace(rank.handoff(21), max_tokens=35)
     worker.migrate("router-0", 1, handoff, moving)
     slots = set[int]()
-    while not (passage := rank.sender.passages.get(handoff.key)) or not passage.committed:
+    while not (transfer := rank.sender.transfers.get(handoff.key)) or not transfer.committed:
         worker.step()
         slots.add(prompt.sequence.state_slots[0])
     assert len(slots) > 1, "the proposer never drafted"
-    assert passage.committed[0] == prompt.sequence.num_computed and [passage.state_slot] == prompt.sequence.state_slots
+    assert transfer.committed[0] == prompt.sequence.num_computed and [transfer.state_slot] == prompt.sequence.state_slots
     worker.shipped(0, shipment(handoff, TransferError("the link is closed") if fails else None))
     assert bool(moving.stayed) == fails
     _run(worker)
@@ -278,7 +278,7 @@ def test_migration_ships_the_state_behind_its_last_position_if_steps_run_ahead(
     expected = _answer(rank, monkeypatch)
     monkeypatch.setattr(GangRunner, "is_async", True)
     monkeypatch.setattr(migrations, "is_quicker_to_ship", lambda **_: True)
-    monkeypatch.setattr(FakePassage, "is_idle", False)  # so that the copy never catches up
+    monkeypatch.setattr(FakeTransfer, "is_idle", False)  # so that the copy never catches up
     rank = RankOfOne(model_with_states.runner)
     worker, prompt = _worker(rank), rank.prompt(_PROMPT, max_tokens=40)
     worker.submit(prompt, "router-0", FakeAnswerListener())
@@ -291,13 +291,13 @@ def test_migration_ships_the_state_behind_its_last_position_if_steps_run_ahead(
     assert worker.engine.in_step == {sequence}
     if runs_ahead_always:
         worker.engine.in_step = _Nothing()
-    while not (passage := rank.sender.passages.get(handoff.key)) or not passage.committed:
+    while not (transfer := rank.sender.transfers.get(handoff.key)) or not transfer.committed:
         worker.step()
-    assert passage.committed[0] == sequence.num_computed and not worker.engine.in_step
+    assert transfer.committed[0] == sequence.num_computed and not worker.engine.in_step
     if runs_ahead_always:
         assert not sequence.state_slots, "the state has run ahead"
     else:
-        index = worker.engine.blocks.states.index(passage.state_slot)
+        index = worker.engine.blocks.states.index(transfer.state_slot)
         shipped = [part[index].clone() for layer in rank.runner.pool.states for part in layer.tensors]
     worker.shipped(0, shipment(handoff, TransferError("the link is closed") if fails else None))
     assert bool(moving.stayed) == fails
@@ -339,7 +339,7 @@ def test_migrating_choice_gets_no_more_forced_tokens_than_the_receiver_holds(
 ) -> None:
     """A grammar may force more tokens in one step than the receiver has room for. After a failed move they continue."""
     monkeypatch.setattr(migrations, "is_quicker_to_ship", lambda **_: True)
-    monkeypatch.setattr(FakePassage, "is_idle", False)  # so that the copy never catches up
+    monkeypatch.setattr(FakeTransfer, "is_idle", False)  # so that the copy never catches up
     monkeypatch.setattr(jump_forward, "MAX_KNOWN", 3)
     worker, listener, moving = _worker(rank), FakeAnswerListener(), FakeMoveListener()
     prompt = rank.prompt(_PROMPT, max_tokens=40)
@@ -355,7 +355,7 @@ def test_migrating_choice_gets_no_more_forced_tokens_than_the_receiver_holds(
     for _ in range(9):
         worker.step()
     assert prompt.sequence.num_computed == 35 == len(prompt.sequence.tokens) - 1
-    transfer = rank.sender.passages[handoff.key]
+    transfer = rank.sender.transfers[handoff.key]
     assert transfer.committed == (35, [7] * 14) and max(end for _, _, end in transfer.spans) == 35
     worker.shipped(0, shipment(handoff, TransferError("the link is closed") if fails else None))
     assert (bool(moving.stayed), moving.num_tokens) == (fails, None if fails else 36)

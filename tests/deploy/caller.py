@@ -55,7 +55,7 @@ class Caller:
             pass
         return not lost
 
-    def each_doors_turn(self) -> float:
+    def each_endpoint_in_turn(self) -> float:
         """Return the seconds of the slower of two gRPC answers of two tokens, one per endpoint."""
         return max(_seconds(lambda number=number: self._ask(number, max_tokens=2)) for number in range(2))
 

@@ -111,7 +111,7 @@ def test_ray_up_to_removal(made: tuple[Hosts, str]) -> None:
     # Hosts that lose power.
     with caller.over_http() as ask_over_http, caller.streams() as lost:
         hosts.cut_power("r1")
-        took = {"HTTP": ask_over_http(), "gRPC": caller.each_doors_turn()}
+        took = {"HTTP": ask_over_http(), "gRPC": caller.each_endpoint_in_turn()}
         begin = time.monotonic()
         assert "first token" in hosts.ssh("head", generate)
         took["cluster generate"] = time.monotonic() - begin

@@ -13,8 +13,8 @@ from core.types.request import Role, Sampling
 from router.routing.cost_policy import CostPolicy
 from tests.e2e.conftest import Lab, exact_tree
 from tests.engine.steps import prompts
-from tests.support.ceiling import Ceiling
 from tests.support.local_cluster import LocalCluster
+from tests.support.long_answers import Ceiling
 from tests.support.rank_in_process import shared_ceiling
 from tests.support.waiting import becomes, beside
 

@@ -10,8 +10,8 @@ import pytest
 from core.types.request import Sampling, SequenceRequest
 from tests.e2e.conftest import Lab, exact_tree
 from tests.engine.steps import prompts
-from tests.support.ceiling import Ceiling
 from tests.support.local_cluster import LocalCluster
+from tests.support.long_answers import Ceiling
 from worker.gang_runner import GangRunner
 
 _AT_ONCE = 25

@@ -19,7 +19,7 @@ from tests.support.waiting import until
 
 @pytest.fixture
 def files(tmp_path: Path) -> CertificateFiles:
-    return write_certificate(tmp_path, name="door")
+    return write_certificate(tmp_path, name="endpoint")
 
 
 def client(port: int, files: CertificateFiles, secret: str) -> openai.OpenAI:

@@ -16,8 +16,8 @@ from engine.runner.runner import ModelRunner
 from engine.tools.offline import generate
 from tests.e2e.conftest import Lab
 from tests.engine.steps import prompts
-from tests.support.ceiling import Ceiling
 from tests.support.local_cluster import Answer, LocalCluster
+from tests.support.long_answers import Ceiling
 
 CPU = torch.device("cpu")
 NUM_REQUESTS, NUM_TOKENS = 64, 40

@@ -18,9 +18,9 @@ from router.routing.policy import Option
 from tests.e2e.conftest import Lab, exact_tree
 from tests.engine.model.test_models import FAMILIES
 from tests.engine.steps import prompts
-from tests.support.ceiling import Ceiling
 from tests.support.fake_policy import FakePolicy
 from tests.support.local_cluster import LocalCluster, moved
+from tests.support.long_answers import Ceiling
 from tests.support.rank_in_process import Fault
 
 _GREEDY = Sampling(max_tokens=24, temperature=0.0)

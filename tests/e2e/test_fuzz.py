@@ -16,7 +16,7 @@ from core.rpc import inference_pb2 as pb
 from core.rpc.inference_pb2_grpc import InferenceStub
 from frontend.openai.types import TextBody
 from tests.e2e.conftest import Lab
-from tests.frontend.http.both_doors import BothDoors
+from tests.frontend.http.both_endpoints import BothDoors
 from tests.frontend.http.fuzzed_requests import grpc_requests, json_bodies
 from tests.support.local_cluster import LocalCluster
 from tests.support.plain_http import http_client

@@ -29,7 +29,7 @@ from kvtransfer.protocol.frames import Segment
 from kvtransfer.transfer.codec import codec_for, slots_of
 from router.routing.plain_policies import RoundRobin
 from tests.e2e.conftest import Checkpoint, Lab, exact_tree, gib_of_blocks, on_device
-from tests.engine.asked import LETTERS, AnswerText, Asked, answers, compare, letters_grammar, one_of_each_kind
+from tests.engine.engine_requests import LETTERS, AnswerText, Asked, answers, compare, letters_grammar, one_of_each_kind
 from tests.engine.quantized_files import write_quantised
 from tests.engine.scored_prompts import ScoredPrompts
 from tests.engine.spec_decode.draft_models.smaller_model import first_layers

@@ -24,10 +24,10 @@ from tests.engine.spec_decode.heads.head_files import eagle_reference, medusa_re
 from tests.engine.spec_decode.heads.mtp_files import write_mtp
 from tests.engine.steps import prompts
 from tests.engine.tiny_models import LATENT
-from tests.support.ceiling import Ceiling
 from tests.support.fake_policy import FakePolicy
 from tests.support.grids import quick
 from tests.support.local_cluster import moved
+from tests.support.long_answers import Ceiling
 
 _NUM_TOKENS = 3
 _GREEDY = Sampling(max_tokens=20, temperature=0.0)

@@ -20,8 +20,8 @@ from tests.core.identity.authorities import issue_authority
 from tests.core.wire.every_rpc import METHODS, call, truthful
 from tests.e2e.conftest import Lab, exact_tree
 from tests.engine.steps import prompts
-from tests.support.ceiling import Ceiling
 from tests.support.identities import in_clear, proven, rank, router
+from tests.support.long_answers import Ceiling
 
 _GREEDY = Sampling(max_tokens=24, temperature=0.0)
 _ROUTER = router()

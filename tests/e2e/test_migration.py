@@ -18,10 +18,10 @@ from router.routing.policy import CandidateReplica, Option, RoutingRequest
 from tests.e2e.conftest import Lab, exact_tree
 from tests.engine.steps import prompts
 from tests.engine.tiny_models import DELTA_NET
-from tests.support.ceiling import Ceiling
 from tests.support.grids import quick
 from tests.support.identities import rank
 from tests.support.local_cluster import Answer, LocalCluster, LocalReplica
+from tests.support.long_answers import Ceiling
 from tests.support.waiting import WITHIN_S, beside
 from worker.gang_runner import GangRunner
 

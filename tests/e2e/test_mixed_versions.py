@@ -26,12 +26,12 @@ from router.generation import RequestRoute
 from router.routing.policy import Option
 from tests.e2e.conftest import Lab, exact_tree
 from tests.engine.steps import prompts
-from tests.support.ceiling import Ceiling
 from tests.support.fake_policy import FakePolicy
 from tests.support.grids import quick
 from tests.support.identities import rank, router
 from tests.support.local_cluster import LocalCluster
-from tests.support.oldest import OldestProcess, check_out
+from tests.support.long_answers import Ceiling
+from tests.support.oldest_version import OldestProcess, check_out
 from tests.support.waiting import WITHIN_S, becomes
 
 _GREEDY = Sampling(max_tokens=24, temperature=0.0)
@@ -140,7 +140,7 @@ async def test_todays_workers_serve_a_router_of_the_oldest_version(lab: Lab, old
 
 
 def test_short_history_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.support.oldest.OLDEST", "0" * 40)
+    monkeypatch.setattr("tests.support.oldest_version.OLDEST", "0" * 40)
     with pytest.raises(pytest.skip.Exception, match="commit 0000000 is not in the history here"):
         check_out(tmp_path)
 

@@ -13,8 +13,8 @@ from core.types.errors import CapacityError, DeadlineExceeded, ModelUnavailable
 from core.types.request import Role, Sampling, SequenceRequest
 from tests.e2e.conftest import Lab, exact_tree
 from tests.engine.steps import prompts
-from tests.support.ceiling import Ceiling
 from tests.support.local_cluster import LocalCluster
+from tests.support.long_answers import Ceiling
 from tests.support.waiting import becomes
 
 _GREEDY = Sampling(max_tokens=24, temperature=0.0)

@@ -85,7 +85,7 @@ async def test_cached_prefixes_are_not_shared_across_tenants(lab: Lab) -> None:
     async with router_with(lab, one, its_twin, other) as asked:
         assert await asked.over_http(one) == 0
         assert await asked.over_http(one) > 0, "it finds its own"
-        assert await asked.over_grpc(its_twin) > 0, "so does another key of its tenant, at the other door"
+        assert await asked.over_grpc(its_twin) > 0, "so does another key of its tenant, at the other endpoint"
         for ask in (asked.over_http, asked.over_grpc):
             salt = "s" if ask == asked.over_http else "t"
             assert await ask(one, cache_salt=salt) == 0

@@ -31,13 +31,13 @@ from engine.runner.runner import ModelRunner
 from engine.sampling.params import SamplingRow
 from engine.timing.pace import Pace
 from tests.e2e.conftest import Checkpoint, Lab, Reference, exact_tree, gib_of_blocks
-from tests.engine.asked import Asked, answers
+from tests.engine.engine_requests import Asked, answers
 from tests.engine.spec_decode.draft_models.smaller_model import first_layers
 from tests.engine.steps import VOCAB_SIZE, prompts
-from tests.support.ceiling import Ceiling
 from tests.support.character_tokenizer import CHARACTERS, END
 from tests.support.grids import quick
 from tests.support.local_cluster import Answer, LocalCluster, moved
+from tests.support.long_answers import Ceiling
 from tests.support.rank_in_process import Fault
 from tests.support.waiting import WITHIN_S
 

@@ -16,11 +16,11 @@ from tests.e2e.conftest import Checkpoint, Lab, exact_tree
 from tests.engine.spec_decode.heads.head_files import write_eagle
 from tests.engine.steps import prompts
 from tests.engine.tiny_models import GPT_OSS
-from tests.support.ceiling import Ceiling
 from tests.support.disks import hang_disk
 from tests.support.fake_policy import FakePolicy
 from tests.support.grids import quick
 from tests.support.local_cluster import LocalCluster, moved
+from tests.support.long_answers import Ceiling
 
 _GREEDY = Sampling(max_tokens=20, temperature=0.0)
 _WINDOW, _BLOCK = 24, 8

@@ -25,7 +25,15 @@ from engine.sampling import sampler
 from engine.sampling.sampler import choose_by_torch
 from engine.scheduler.step import ScheduledStep
 from engine.scheduler.step_commands import Orders
-from tests.engine.asked import AMPLE, AnswerText, Asked, answers, check_with_leavers, letters_grammar, one_of_each_kind
+from tests.engine.engine_requests import (
+    AMPLE,
+    AnswerText,
+    Asked,
+    answers,
+    check_with_leavers,
+    letters_grammar,
+    one_of_each_kind,
+)
 from tests.engine.fake_capture import FakeReplays
 from tests.engine.kernels.launched import refer_on_cpu
 from tests.engine.steps import VOCAB_SIZE, prompts

@@ -18,7 +18,7 @@ from engine.cpu import library
 from engine.runner import streams
 from engine.runner.runner import ModelRunner
 from engine.sampling import sampler
-from tests.engine.asked import Asked, answers
+from tests.engine.engine_requests import Asked, answers
 from tests.engine.fake_capture import FakeCapture
 from tests.engine.steps import prompts
 from tests.engine.tiny_models import MakeModel

@@ -19,8 +19,8 @@ from engine.sampling.sampler import sample
 from engine.scheduler.prompts import Prompt
 from engine.spec_decode.proposer import Proposer
 from engine.spec_decode.speculation import Speculation
-from tests.engine import asked as asked_module
-from tests.engine.asked import (
+from tests.engine import engine_requests
+from tests.engine.engine_requests import (
     AMPLE,
     Asked,
     Oracle,
@@ -184,7 +184,7 @@ def test_logits_are_kept_only_for_sequential_verification(
             copied.add(positions is not None)
         return sample(logits, rows, positions)
 
-    monkeypatch.setattr(asked_module, "sample", recording)
+    monkeypatch.setattr(engine_requests, "sample", recording)
     plain = [replace(one, sampling=Sampling(max_tokens=20), num_choices=1) for one in asked[:2]]
     ruled = replace(plain[0], sampling=Sampling(max_tokens=20, repetition_penalty=1.3))
     for some in (plain, [*plain, ruled]):
@@ -220,7 +220,7 @@ def test_logits_are_not_read_after_sampling(
         expected = answers(runner, some)
         num_rows, spoilt = sum(one.num_choices for one in some), 0
         with monkeypatch.context() as patch:
-            patch.setattr(asked_module, "sample", spoiling)
+            patch.setattr(engine_requests, "sample", spoiling)
             speculation = _speculation(one=FakeProposer(Oracle(expected, some)))
             compare(answers(runner, some, speculation=speculation), expected)
         assert spoilt or some is asked

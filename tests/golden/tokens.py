@@ -158,10 +158,10 @@ def cluster(
             "kv": kv_spec,
             "engine": {"deterministic": exact},
             "prefill": {"tensor_parallel": tp[0], "kv_memory_gib": gib, "replicas": path != "local"},
-            "decode": {"tensor_parallel": tp[1], "kv_memory_gib": gib, "replicas": path != "guest"},
+            "decode": {"tensor_parallel": tp[1], "kv_memory_gib": gib, "replicas": path != "prefill"},
             "router": {"max_local_prefill": 0},
         }
-        if path == "guest":
+        if path == "prefill":
             tree["prefill"] |= {"answer_share": 0.9, "answer_overflow": True}
         if method != "off":
             tree["speculation"] = {
@@ -196,7 +196,7 @@ async def _ask(setting: Setting, tree: dict[str, Any], path: str, *, is_drafting
             route = answer.route
             drafted += route.drafts.drafted
             taken = (
-                "guest"
+                "prefill"
                 if route.decode_replica.startswith("prefill")
                 else "shipped"
                 if route.prefill_replica
@@ -341,10 +341,10 @@ def _llama() -> list[Group]:
     llama = _tiny("llama")
     links = ("tcp", "gloo")
     raw = {f"shipped {p}+{d} {link} raw": cluster(tp=(p, d), link=link) for p, d in _PAIRS for link in links}
-    stays = {f"{path} tp {t}": cluster(path, (t, t)) for path in ("local", "guest") for t in (1, 2)}
+    stays = {f"{path} tp {t}": cluster(path, (t, t)) for path in ("local", "prefill") for t in (1, 2)}
     groups = [
         Group("llama float32", llama, _MIXED, cases={"engine": engine(), **raw, **stays},
-              quick=("engine", "shipped 1+1 tcp raw", "shipped 1+2 gloo raw", "local tp 1", "guest tp 1")),
+              quick=("engine", "shipped 1+1 tcp raw", "shipped 1+2 gloo raw", "local tp 1", "prefill tp 1")),
         Group("llama samplings", llama, _every_sampling, cases={"engine": engine(), "shipped 1+1 tcp raw": cluster()},
               quick=("engine",)),
         Group("llama choices", llama, _choices,
@@ -352,7 +352,7 @@ def _llama() -> list[Group]:
     ]  # fmt: skip
     for t in (1, 2):
         cases = {f"shipped {t}+{t} {link} raw": cluster(tp=(t, t), link=link, dtype="bfloat16") for link in links}
-        cases |= {f"{path} tp {t}": cluster(path, (t, t), dtype="bfloat16") for path in ("local", "guest")}
+        cases |= {f"{path} tp {t}": cluster(path, (t, t), dtype="bfloat16") for path in ("local", "prefill")}
         if t == 1:
             cases = {"engine": engine(dtype="bfloat16", deterministic=True)} | cases
         quick = ("engine", "shipped 1+1 tcp raw") if t == 1 else ()
@@ -432,7 +432,7 @@ def _smollm2_groups() -> list[Group]:
         "engine": engine(deterministic=True, **wide),
         "shipped 1+1 tcp raw": cluster(**one, **wide),
         "local tp 1": cluster("local", **one, **wide),
-        "guest tp 1": cluster("guest", **one, **wide),
+        "prefill tp 1": cluster("prefill", **one, **wide),
     }
     fp8 = {f"shipped 1+1 {link}": cluster(link=link, wire_dtype="fp8_e4m3", **one, **wide) for link in ("tcp", "gloo")}
     suffix = {"shipped 1+1, suffix": cluster(method="suffix", **one), "engine, off": engine()}

@@ -54,7 +54,7 @@ def parts(*, rehearses: bool) -> Iterator[Part]:
         timeout_s=150,
     )
     yield _tests(
-        *("answers with drafts", "tests/engine/test_two_hundred_prompts.py tests/engine/spec_decode/heads"),
+        *("answers with drafts", "tests/engine/test_many_drafted_requests.py tests/engine/spec_decode/heads"),
         few="test_drafts_after_replayed_steps and medusa" if rehearses else "",
         timeout_s=240,
         share=0.25,

@@ -58,7 +58,7 @@ def test_prompt_without_a_handoff_ships_nothing(rank: RankOfOne) -> None:
     worker.prefill(rank.prompt(_PROMPT), None, listener)
     _run(worker)
     assert len(listener.tokens) == 1 and listener.ends == [(None, None)]
-    assert (worker.num_requests, rank.num_held, rank.sender.passages) == (0, 0, {})
+    assert (worker.num_requests, rank.num_held, rank.sender.transfers) == (0, 0, {})
     assert len(worker.clock) == 0
 
 
@@ -78,7 +78,7 @@ def test_layers_are_shipped_as_computed_and_the_last_chunk_commits(rank: RankOfO
     worker, listener, handoff = _worker(rank), FakeListener(), rank.handoff(20)
     worker.prefill(rank.prompt(_PROMPT), handoff, listener)
     assert worker.step()
-    transfer = rank.sender.passages[handoff.key]
+    transfer = rank.sender.transfers[handoff.key]
     layers = range(rank.runner.layout.num_layers)
     assert transfer.spans == [(layer, 0, 16) for layer in layers], "a chunk, layer by layer"
     assert transfer.committed is None and not listener.tokens
@@ -113,7 +113,7 @@ def test_prompt_with_non_finite_logits_fails_alone(rank: RankOfOne, monkeypatch:
     _run(worker)
     assert isinstance(bad.ends[0][1], LogitsNotFinite) and not bad.tokens
     assert beside.ends == [(None, None)] and len(beside.tokens) == 1
-    assert rank.sender.passages[handoff.key].is_aborted and rank.sender.passages[handoff.key].committed is None
+    assert rank.sender.transfers[handoff.key].is_aborted and rank.sender.transfers[handoff.key].committed is None
     worker.shipped(0, shipment(handoff, HandoffExpired("aborted")))
     assert (worker.num_requests, rank.num_held) == (0, 0)
     assert rank.blocks.match(poisoned.sequence.hashes()) == 0, "its KV must not be cached"
@@ -143,7 +143,7 @@ def test_handoff_that_does_not_fit_the_prompt_is_rejected_before_the_link(rank: 
     [(_, error)] = listener.ends
     assert isinstance(error, RequestError) and error.param == "handoff.num_tokens"
     _run(worker)
-    assert (listener.tokens, rank.sender.passages, rank.num_held) == ([], {}, 0)
+    assert (listener.tokens, rank.sender.transfers, rank.num_held) == ([], {}, 0)
 
 
 def test_cancelled_prompt_frees_its_blocks_after_the_sender_stops_reading(rank: RankOfOne) -> None:
@@ -154,7 +154,7 @@ def test_cancelled_prompt_frees_its_blocks_after_the_sender_stops_reading(rank: 
     worker.cancel(prompt)
     assert rank.num_held == 3, "the sender still reads the blocks"
     worker.step()
-    assert rank.sender.passages[handoff.key].is_aborted
+    assert rank.sender.transfers[handoff.key].is_aborted
     worker.shipped(0, shipment(handoff, HandoffExpired("given up")))
     assert (worker.num_requests, rank.num_held, listener.ends) == (0, 0, [])
     assert worker.status().totals.cancelled == 1

@@ -41,9 +41,9 @@ from router.serving.discovery import Discovery
 from router.serving.grpc_worker import GrpcWorker
 from router.serving.replicas import Replica, Replicas
 from router.telemetry.metrics import Metrics
-from tests.support.ceiling import Ceiling
 from tests.support.hosts import Host
 from tests.support.identities import in_clear, proven, tls_credentials
+from tests.support.long_answers import Ceiling
 from tests.support.rank_in_process import RANKS_LOG, Fault, RankInProcess, audit
 from tests.support.waiting import WITHIN_S, becomes, beside
 

@@ -1,8 +1,8 @@
 """Process of the oldest version that must interoperate with ours, a rank or a router, run from that version's tree.
 
-tests.support.oldest puts that tree on PYTHONPATH, so imports and names here are that version's. The first line on stdin
-is a JSON object that describes the process; the reply is one line of JSON on stdout. Later lines are "drain" and
-"lift". The process ends at the end of stdin.
+tests.support.oldest_version puts that tree on PYTHONPATH, so imports and names here are that version's.
+The first line on stdin is a JSON object that describes the process; the reply is one line of JSON on stdout. Later
+lines are "drain" and "lift". The process ends at the end of stdin.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _secrets(order: dict[str, Any]) -> DeploymentSecrets:
 def _work(order: dict[str, Any], identity: Identity) -> None:
     ceiling = None
     if order["ceiling"]:
-        from tests.support.ceiling import Ceiling
+        from tests.support.long_answers import Ceiling
 
         ceiling = Ceiling(order["ceiling"])
         ceiling.arm()

@@ -22,8 +22,8 @@ from core.types.launch import Launch
 from core.types.request import Role
 from engine.kv.block_manager import BlockManager
 from tests.support import hosts
-from tests.support.ceiling import Ceiling
 from tests.support.forks import forks
+from tests.support.long_answers import Ceiling
 from worker.rank_process import RankProcess
 
 _MODULES = {Role.PREFILL: "prefill_worker.actor", Role.DECODE: "decode_worker.actor"}

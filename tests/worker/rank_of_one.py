@@ -30,7 +30,7 @@ NUM_BLOCKS, BLOCK_SIZE = 12, 8
 _LIMITS = SchedulerConfig(max_batch_tokens=16, max_running=4, max_waiting=8)
 
 
-class FakePassage:
+class FakeTransfer:
     """Fake rank transfer that records its spans and commit, and sends at once."""
 
     is_idle = True
@@ -60,14 +60,14 @@ class FakePassage:
 class FakeSender:
     def __init__(self, *, num_layers: int = 2) -> None:
         self._num_layers = num_layers
-        self.passages: dict[HandoffKey, FakePassage] = {}
+        self.transfers: dict[HandoffKey, FakeTransfer] = {}
         self.config = SimpleNamespace(failpoint=unobserved)
 
-    def begin(self, handoff: Handoff, blocks: Sequence[int], state_slot: int | None = None) -> FakePassage:
-        return self.passages.setdefault(handoff.key, FakePassage(handoff, blocks, state_slot, self._num_layers))
+    def begin(self, handoff: Handoff, blocks: Sequence[int], state_slot: int | None = None) -> FakeTransfer:
+        return self.transfers.setdefault(handoff.key, FakeTransfer(handoff, blocks, state_slot, self._num_layers))
 
-    def find(self, key: HandoffKey) -> FakePassage | None:
-        return self.passages.get(key)
+    def find(self, key: HandoffKey) -> FakeTransfer | None:
+        return self.transfers.get(key)
 
 
 class FakeReceivingEnd:

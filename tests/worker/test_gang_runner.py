@@ -133,12 +133,12 @@ def test_ranks_execute_the_same_orders_in_the_same_steps() -> None:
 
     assert ranks[0].did == ranks[1].did == [(1, 2), [10, 11, 12, 13, 14, 15]] and not broadcasts
     for key in (granted.key, prompt.key, moving.key, unwanted.key):
-        ours, theirs = (sender.passages[key] for sender in senders)
+        ours, theirs = (sender.transfers[key] for sender in senders)
         assert (ours.handoff, ours.blocks, ours.spans) == (theirs.handoff, theirs.blocks, theirs.spans)
         assert ours.is_aborted == theirs.is_aborted == (key == unwanted.key)
         assert (ours.committed or (0,))[0] == (theirs.committed or (0,))[0] == (0 if ours.is_aborted else 6)
-    assert senders[0].passages[prompt.key].spans == [(layer, 0, 6) for layer in range(_NUM_LAYERS)]
-    assert [sender.passages[prompt.key].committed for sender in senders] == [(6, [16]), (6, [])]
+    assert senders[0].transfers[prompt.key].spans == [(layer, 0, 6) for layer in range(_NUM_LAYERS)]
+    assert [sender.transfers[prompt.key].committed for sender in senders] == [(6, [16]), (6, [])]
 
 
 def test_loads_start_after_the_copies_of_a_step() -> None:

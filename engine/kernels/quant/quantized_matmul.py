@@ -231,7 +231,7 @@ def launch_widen(panels: CodePanels, start: int, end: int, dtype: torch.dtype) -
 
 
 def _has_large_tiles(panels: CodePanels) -> bool:
-    """Return True if 128 rows fit the registers: zeros need as many sums again as codes."""
+    """Return True if a tile of 128 rows fits the registers; zero points double the number of accumulators."""
     return panels.kind < E2M1 and panels.leasts is None
 
 

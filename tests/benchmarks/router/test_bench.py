@@ -61,7 +61,7 @@ def test_complete_benchmark(tmp_path: Path) -> None:
         requests=4, tokens=6, at_once=2, step_s=0.005, rounds=1, streams=(300,), rate=3000, seconds=0.5, prompt=2000
     )
     found = bench_router(make_byte_level(tmp_path), load)
-    assert [(row["door"], row["streams"]) for row in found["streams"]] == [("http", 300), ("grpc", 300)]
+    assert [(row["endpoint"], row["streams"]) for row in found["streams"]] == [("http", 300), ("grpc", 300)]
     assert found["costs"].keys() == {"http", "grpc"} and all(row["processor_ms"] > 0 for row in found["prompts"])
     for row in found["streams"]:
         assert row["tokens_per_s"] > 0 and row["beyond_pace_ms"]["p50"] <= row["beyond_pace_ms"]["max"]

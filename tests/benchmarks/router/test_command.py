@@ -7,7 +7,7 @@ import pytest
 from benchmarks.router.command import lines
 
 _ROW = {
-    "door": "http",
+    "endpoint": "http",
     "streams": 200,
     "processor_share": 0.06,
     "tokens_per_core_s": 48353,

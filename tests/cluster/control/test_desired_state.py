@@ -9,7 +9,7 @@ from core.identity.deployment_secrets import DeploymentSecrets
 from core.types.request import Role
 from tests.cluster.deployments import make_desired
 
-# As written by the oldest supported version (tests/support/oldest.py).
+# As written by the oldest supported version (tests/support/oldest_version.py).
 _OLDEST = {
     "spec": {"name": "kept", "prefill": {"replicas": 3}},
     "index_url": "redis://:pass@127.0.0.1:7000/0",

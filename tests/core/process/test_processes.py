@@ -96,7 +96,7 @@ def test_process_is_identified_by_pid_and_start_time(mark: str) -> None:
 
 
 def test_commands_are_answered_in_order_until_the_process_exits() -> None:
-    process = ChildProcess("tests.core.process.obedient", "40", answer_s=30.0)
+    process = ChildProcess("tests.core.process.counting_child", "40", answer_s=30.0)
     try:
         process.tell("add", number=1)
         process.tell("add", number=1)

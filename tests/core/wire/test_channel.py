@@ -231,7 +231,7 @@ _CONNECTIONS = 3000  # some hundred crashed it
 
 def test_concurrent_aborted_handshakes_do_not_crash_the_server() -> None:
     """At a rank's port, where a connection starts a handshake."""
-    command = [sys.executable, "-m", "tests.core.wire.shaking_server"]
+    command = [sys.executable, "-m", "tests.core.wire.handshake_server"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as server:
         assert server.stdin and server.stdout
         port = int(server.stdout.readline())

@@ -29,7 +29,7 @@ from engine.runner.runner import ModelRunner
 from engine.sampling import sampler
 from engine.sampling.sampler import choose_by_torch
 from engine.spec_decode.speculation import Speculation
-from tests.engine.asked import Asked, Oracle, answers, check_with_leavers
+from tests.engine.engine_requests import Asked, Oracle, answers, check_with_leavers
 from tests.engine.fake_capture import FakeReplays
 from tests.engine.kernels.launched import launch_kernels
 from tests.engine.spec_decode.proposers import FakeProposer

@@ -26,7 +26,7 @@ from engine.scheduler.sequence import Sequence
 from engine.scheduler.step import ScheduledStep
 from engine.scheduler.step_commands import Orders
 from engine.timing.pace import Pace
-from tests.engine.asked import Asked, answers, thinking
+from tests.engine.engine_requests import Asked, answers, thinking
 from tests.engine.steps import VOCAB_SIZE, prompts
 from tests.engine.tiny_models import DELTA_NET, MakeModel, MakeRunner
 

@@ -16,7 +16,7 @@ from core.types.request import Grammar, GrammarKind, Sampling, TokenRules
 from engine.engine import SchedulerConfig
 from engine.runner.runner import ModelRunner
 from engine.sampling.params import SamplingRow
-from tests.engine.asked import AMPLE, Asked, answers
+from tests.engine.engine_requests import AMPLE, Asked, answers
 from tests.engine.steps import prompts
 from tests.engine.tiny_models import MakeModel, MakeRunner
 from tests.support.character_tokenizer import CHARACTERS, END, save_tokenizer

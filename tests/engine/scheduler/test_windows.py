@@ -10,7 +10,7 @@ from core.types.request import Sampling
 from engine.engine import SchedulerConfig
 from engine.runner.runner import ModelRunner
 from engine.spec_decode.speculation import Speculation
-from tests.engine.asked import AMPLE, Asked, Oracle, answers, compare
+from tests.engine.engine_requests import AMPLE, Asked, Oracle, answers, compare
 from tests.engine.kv.test_window_parts import FAMILIES
 from tests.engine.spec_decode.proposers import FakeProposer
 from tests.engine.steps import VOCAB_SIZE, prompts

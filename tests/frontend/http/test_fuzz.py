@@ -13,7 +13,7 @@ from core.rpc import inference_pb2 as pb
 from frontend.anthropic.types import MessagesBody
 from frontend.openai.types import ChatBody, TextBody
 from frontend.responses.types import ResponsesBody
-from tests.frontend.http.both_doors import BothDoors
+from tests.frontend.http.both_endpoints import BothDoors
 from tests.frontend.http.fuzzed_requests import anthropic_bodies, grpc_requests, json_bodies, responses_bodies
 from tests.support.serving import serving
 from tests.support.tiny_service import MakeCompletions

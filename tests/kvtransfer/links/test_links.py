@@ -310,6 +310,7 @@ def test_missing_peer_is_reported_at_the_deadline(backend: str, is_sender: bool)
 @pytest.mark.parametrize("is_sender", [True, False])
 def test_link_may_be_closed_before_and_during_meet(backend: str, is_sender: bool) -> None:
     """The owner can close it at any time, and it ends by its deadline."""
+    others = set(threading.enumerate())
     with ThreadPoolExecutor(1) as pool:
         link = _make(backend, HashStore(), is_sender=is_sender, timeout_s=_SHORT_S)
         rendezvous = pool.submit(link.meet)
@@ -320,7 +321,7 @@ def test_link_may_be_closed_before_and_during_meet(backend: str, is_sender: bool
         early.close()
         with pytest.raises(LinkClosed):
             pool.submit(early.meet).result(10 * _TIMEOUT_S)
-    for thread in threading.enumerate():
+    for thread in set(threading.enumerate()) - others:
         if thread.name.startswith("kv-"):
             thread.join(10)
             assert not thread.is_alive(), f"{thread.name} is still running"

@@ -16,7 +16,7 @@ from kvtransfer.protocol.frames import CommitFrame, Opening, Segment
 from kvtransfer.protocol.ledger import Ledger
 from kvtransfer.protocol.plan import can_share, head_counts, plan_heads, sending_ranks
 from kvtransfer.protocol.rank_transfer import LinkTransfer, RankTransfer
-from tests.kvtransfer.protocol.sending_world import layout
+from tests.kvtransfer.protocol.sender_model import layout
 from tests.kvtransfer.replicas import handoff_to
 
 _HEADS = (1, 2, 3, 4, 6, 8, 12)

@@ -30,8 +30,8 @@ from engine.kv.block_manager import BlockManager
 from engine.tiers.tiers import Tiers
 from kvtransfer.protocol.rank_transfer import Shipment
 from kvtransfer.transfer.serve_fetches import ServedFetches
-from tests.kvtransfer.protocol.receiving_world import Decode, Request
-from tests.kvtransfer.protocol.sending_world import (
+from tests.kvtransfer.protocol.receiver_model import Decode, Request
+from tests.kvtransfer.protocol.sender_model import (
     BLOCK_SIZE,
     MAX_BLOCKS,
     NUM_BLOCKS,

@@ -12,7 +12,7 @@ from core.model.kv_memory import CacheShape
 from core.types.request import DraftTally
 from core.types.step_timing import StepTiming
 from core.types.timeline import Timeline
-from router.routing.chooser import cheapest, guest_wait_s
+from router.routing.chooser import cheapest, decode_wait_s
 from router.routing.decisions import Decisions
 from router.routing.plain_policies import POLICIES, make_policy
 from router.routing.policy import CandidateReplica, Option, ReplicaLoad, RoutingRequest, UsualRates
@@ -175,7 +175,7 @@ def _full(num_streams: int) -> CandidateReplica:
 
 
 def _wait_s(*views: CandidateReplica, num_ends: int = 1) -> float:
-    return guest_wait_s(views, num_tokens=100, answer_tokens=50, num_ends=num_ends)
+    return decode_wait_s(views, num_tokens=100, answer_tokens=50, num_ends=num_ends)
 
 
 def test_wait_is_predicted_from_the_rate_of_ending_answers() -> None:

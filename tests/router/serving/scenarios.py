@@ -11,7 +11,7 @@ from typing import Any
 
 from core.types.request import Role
 from tests.router.serving.fake_worker import FakeWorker
-from tests.router.serving.serving_world import Client, World
+from tests.router.serving.serving_model import Client, World
 from tests.router.serving.virtual_time import VirtualTimeLoop, pass_time
 
 Scenario = Callable[[World], Awaitable[None]]

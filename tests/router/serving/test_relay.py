@@ -12,7 +12,7 @@ from core.types.request import FinishReason, Role, SampledToken, Sampling, Seque
 from router.serving.request_state import Choices, RequestState, ResponseQueue
 from router.serving.reservations import Reservations
 from tests.router.serving import scenarios
-from tests.router.serving.serving_world import World
+from tests.router.serving.serving_model import World
 from tests.router.serving.virtual_time import pass_time
 
 

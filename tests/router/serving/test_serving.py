@@ -24,7 +24,7 @@ from hypothesis.stateful import (
 
 from core.types.request import Role
 from tests.router.serving.fake_worker import FakeWorker
-from tests.router.serving.serving_world import Client, World
+from tests.router.serving.serving_model import Client, World
 from tests.router.serving.virtual_time import VirtualTimeLoop, pass_time
 
 _RANDOM = st.randoms(use_true_random=False)

@@ -8,7 +8,7 @@ from core.types.errors import ModelUnavailable
 from core.types.request import Role
 from tests.router.serving import scenarios
 from tests.router.serving.fake_worker import MAX_CONTEXT, FakeWorker
-from tests.router.serving.serving_world import Client, World
+from tests.router.serving.serving_model import Client, World
 from tests.router.serving.virtual_time import pass_time, until
 
 _SMALL, _MIDDLE = 48, 240

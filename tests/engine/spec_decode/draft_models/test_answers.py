@@ -21,7 +21,7 @@ from engine.scheduler.step_commands import Orders
 from engine.spec_decode.draft_models.draft_model import DraftModel, HeadProposer, OwnLayers
 from engine.spec_decode.proposer import ModelProposer
 from engine.spec_decode.speculation import Speculation
-from tests.engine.asked import (
+from tests.engine.engine_requests import (
     AMPLE,
     Asked,
     answers,

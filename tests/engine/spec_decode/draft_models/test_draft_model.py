@@ -14,7 +14,7 @@ from engine.runner.runner import ModelRunner
 from engine.scheduler.sequence import Sequence
 from engine.spec_decode.draft_models.draft_model import DraftModel, bytes_of
 from engine.spec_decode.draft_models.draft_tables import DraftTables
-from tests.engine.asked import Asked, answers, sequence_of
+from tests.engine.engine_requests import Asked, answers, sequence_of
 from tests.engine.fake_capture import FakeReplays
 from tests.engine.spec_decode import proposers
 from tests.engine.steps import VOCAB_SIZE, prompts

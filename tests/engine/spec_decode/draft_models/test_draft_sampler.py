@@ -27,7 +27,7 @@ from engine.spec_decode.draft_models.draft_sampler import (
     Draws,
     draw_drafts,
 )
-from tests.engine.asked import Asked, sequence_of
+from tests.engine.engine_requests import Asked, sequence_of
 
 _DRAWS = 10_000
 _VOCAB = 40

@@ -30,8 +30,8 @@ from engine.spec_decode.draft_models.draft_sampler import DraftSampler
 from engine.spec_decode.heads.head_row import HeadRow
 from engine.spec_decode.proposer import Proposal
 from engine.spec_decode.speculation import Speculation
-from tests.engine.asked import AnswerText, Asked, answers
 from tests.engine.drafting import WRITERS, heads_place
+from tests.engine.engine_requests import AnswerText, Asked, answers
 from tests.engine.fake_capture import FakeReplays
 from tests.engine.spec_decode.heads.eagle1_files import eagle1_reference, write_eagle1
 from tests.engine.spec_decode.heads.head_files import (

@@ -19,7 +19,7 @@ def _trace(path: Path, rows: list[dict[str, object]]) -> str:
     return str(path)
 
 
-async def test_a_load_is_measured_through_both_doors_and_explained(
+async def test_a_load_is_measured_through_both_endpoints_and_explained(
     lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace = _trace(

@@ -20,7 +20,7 @@ from kvtransfer.protocol.rank_transfer import LinkTransfer, RankTransfer, Shipme
 from kvtransfer.transfer.serve_fetches import ServedFetches, ServedFetchListener
 
 if TYPE_CHECKING:
-    from tests.kvtransfer.protocol.receiving_world import ReceivingRank
+    from tests.kvtransfer.protocol.receiver_model import ReceivingRank
     from tests.kvtransfer.protocol.test_protocol import World
 
 # Small pools, so that they are nearly always full.

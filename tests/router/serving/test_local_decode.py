@@ -11,7 +11,7 @@ from core.types.request import OFFLINE, Role
 from router.serving.replicas import Replica
 from tests.router.serving import scenarios
 from tests.router.serving.fake_worker import FakeWorker
-from tests.router.serving.serving_world import QUEUE_S, Client, World
+from tests.router.serving.serving_model import QUEUE_S, Client, World
 from tests.router.serving.virtual_time import pass_time, until
 
 _MAX_RUNNING, _GUESTS = 6, 3

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.engine import gang_answers
-from tests.engine.asked import compare
+from tests.engine.engine_requests import compare
 from tests.engine.gang import StartGang
 from tests.engine.tiny_models import DELTA_NET, MakeModel
 from tests.support.grids import quick

@@ -11,8 +11,8 @@ import pytest
 
 from engine.engine import SchedulerConfig
 from engine.kv.block_manager import BlockManager
-from tests.engine.asked import Asked, answers, check_with_leavers, compare, letters_grammar, one_of_each_kind
 from tests.engine.drafting import METHODS, Drafting
+from tests.engine.engine_requests import Asked, answers, check_with_leavers, compare, letters_grammar, one_of_each_kind
 from tests.engine.steps import prompts
 from tests.engine.tiny_models import MakeModel, MakeRunner
 

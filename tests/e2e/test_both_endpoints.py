@@ -52,7 +52,7 @@ async def test_tokens_equal_one_process(smollm2_dir: Path, lab: Lab, dtype: str,
 
 
 @pytest.mark.timeout(180)
-async def test_chat_streams_seeds_stops_and_errors_at_both_doors(smollm2_dir: Path, lab: Lab) -> None:
+async def test_chat_streams_seeds_stops_and_errors_at_both_endpoints(smollm2_dir: Path, lab: Lab) -> None:
     async with lab.shared(smollm2_dir, **smollm2_tree()) as cluster, router_service(cluster) as service:
         async with asyncio.timeout(150):
             await _check_health(http_url(service))

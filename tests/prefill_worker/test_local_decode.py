@@ -109,7 +109,7 @@ def test_prompts_are_shipped_beside_local_decodes(rank: RankOfOne) -> None:
     worker.prefill(rank.prompt(_THIRD), handoff, listener)
     while not listener.tokens:
         _step(worker, output)
-    assert rank.sender.passages[handoff.key].committed == (18, listener.tokens)
+    assert rank.sender.transfers[handoff.key].committed == (18, listener.tokens)
     assert not any(local_decode.is_over for local_decode in local_decodes)
     worker.shipped(0, shipment(handoff))
     for stream, tokens in _run(worker).items():
@@ -234,7 +234,7 @@ def test_local_decode_migrates_to_a_decode_replica(rank: RankOfOne, monkeypatch:
     _step(worker, output)
     _step(worker, output)
     assert not _step(worker, output), "the choice is paused and everything is shipped"
-    transfer = rank.sender.passages[handoff.key]
+    transfer = rank.sender.transfers[handoff.key]
     num_tokens = len(local_decode.prompt.sequence.tokens)
     assert transfer.committed and transfer.committed[0] == num_tokens - 1 and rank.num_held
     worker.shipped(0, shipment(handoff))
@@ -255,7 +255,7 @@ def test_local_decode_preempted_before_its_migration_stays(rank: RankOfOne, monk
     worker.migrate(_ROUTER, 1, replace(rank.handoff(36), max_tokens=64), moving)
     while _step(worker, output):
         pass
-    assert moving.stayed == ["the choice was preempted"] and not rank.sender.passages
+    assert moving.stayed == ["the choice was preempted"] and not rank.sender.transfers
     assert listener.tokens and output == {1: _alone(rank, long, max_tokens=26)}
     assert (worker.num_requests, rank.num_held) == (0, 0)
 

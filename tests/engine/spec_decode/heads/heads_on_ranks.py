@@ -17,7 +17,7 @@ from engine.scheduler.step_commands import Orders
 from engine.spec_decode.draft_models.draft_model import HeadProposer
 from engine.spec_decode.heads.head_row import HeadRow
 from engine.spec_decode.speculation import Speculation
-from tests.engine.asked import Asked, answers
+from tests.engine.engine_requests import Asked, answers
 from tests.engine.gang_answers import Leader, gang_of
 from tests.engine.spec_decode.proposers import Recorded, draft_logits
 from tests.engine.steps import VOCAB_SIZE, prompts

@@ -16,11 +16,11 @@ from kvtransfer.protocol.incoming_transfers import Fetch, IncomingTransfer, Inco
 from kvtransfer.protocol.ledger import Landing, Ledger, Register
 from kvtransfer.protocol.plan import HeadCopy, plan_heads
 from kvtransfer.protocol.rank_transfer import Shipment
-from tests.kvtransfer.protocol.sending_world import BLOCK_SIZE, NUM_BLOCKS, NUM_LAYERS, hashes_of, layout, slot_of
+from tests.kvtransfer.protocol.sender_model import BLOCK_SIZE, NUM_BLOCKS, NUM_LAYERS, hashes_of, layout, slot_of
 from tests.kvtransfer.replicas import handoff_to
 
 if TYPE_CHECKING:
-    from tests.kvtransfer.protocol.sending_world import Link, Prefill
+    from tests.kvtransfer.protocol.sender_model import Link, Prefill
     from tests.kvtransfer.protocol.test_protocol import World
 
 

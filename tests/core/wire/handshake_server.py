@@ -1,6 +1,6 @@
 """gRPC server set up like a rank's. Prints its port; exits at the end of its standard input.
 
-python -m tests.core.wire.shaking_server
+python -m tests.core.wire.handshake_server
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ from core.types.request import Role, Sampling
 from router.routing import chooser
 from tests.e2e.conftest import Lab, Reference, exact_tree, on_device
 from tests.engine.steps import prompts
-from tests.support.ceiling import Ceiling
 from tests.support.grids import quick
 from tests.support.local_cluster import Answer, LocalCluster, LocalReplica
+from tests.support.long_answers import Ceiling
 from tests.support.rank_in_process import shared_ceiling
 
 _GREEDY = Sampling(max_tokens=40, temperature=0.0)
@@ -32,9 +32,9 @@ def _tree(prefill: int, decode: int, *, tp: int = 1, local_decodes: int = _PLACE
 
 @pytest.fixture(autouse=True)
 def _nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A guest is what costs less than to wait for a place, which how quick the machine is would decide: while answers
-    stand still, no place comes free."""
-    monkeypatch.setattr(chooser, "guest_wait_s", lambda *_, **__: 3600.0)
+    """Predict that waiting for a decode replica takes an hour. Otherwise the machine's speed would decide whether a
+    prefill replica decodes, which it does only if that is faster than waiting."""
+    monkeypatch.setattr(chooser, "decode_wait_s", lambda *_, **__: 3600.0)
 
 
 class Load:
@@ -123,7 +123,7 @@ async def test_local_decodes_and_decodes_of_the_last_replica_resume_after_kills(
 @pytest.mark.gpu
 @pytest.mark.parametrize("leaves", [False, True], ids=["they stay", "they move"])
 async def test_local_decodes_on_a_gpu(lab: Lab, leaves: bool) -> None:
-    """leaves: the prefill replica becomes a decode replica, and its guests another one's."""
+    """leaves: the prefill replica becomes a decode replica, and its answers move to another one."""
     running_on, tree = shared_ceiling(20), on_device("cuda", _tree(0, 0))
     async with lab.own(lab.checkpoint("llama"), processes=True, **tree) as cluster:
         load = Load(cluster, range(2 * _PLACES), lab.reference)

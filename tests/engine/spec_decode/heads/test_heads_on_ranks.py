@@ -9,7 +9,7 @@ import torch
 
 from core.model.draft_heads import HeadsKind
 from tests.engine.gang import StartGang
-from tests.engine.spec_decode.heads import gang_guesses
+from tests.engine.spec_decode.heads import heads_on_ranks
 from tests.engine.spec_decode.heads.head_files import write_eagle, write_medusa
 from tests.engine.spec_decode.heads.mtp_files import write_mtp
 from tests.engine.tiny_models import MakeModel
@@ -40,9 +40,9 @@ def directory(kind: HeadsKind, tiny_model: MakeModel, tmp_path: Path) -> Path:
 def test_drafts_and_answers_do_not_depend_on_number_of_ranks(
     kind: HeadsKind, directory: Path, start_gang: StartGang, tmp_path: Path
 ) -> None:
-    (alone,) = start_gang(1, gang_guesses.drafts_of_answers, directory, kind, tmp_path)
+    (alone,) = start_gang(1, heads_on_ranks.drafts_of_answers, directory, kind, tmp_path)
     ids, guesses = alone.result(_WITHIN_S)
-    leader, other = start_gang(2, gang_guesses.drafts_of_answers, directory, kind, tmp_path)
+    leader, other = start_gang(2, heads_on_ranks.drafts_of_answers, directory, kind, tmp_path)
     assert leader.result(_WITHIN_S) == (ids, guesses)
     assert len(guesses) > 80 and all(guesses.values())
     assert other.result(_WITHIN_S) is None
@@ -51,9 +51,9 @@ def test_drafts_and_answers_do_not_depend_on_number_of_ranks(
 def test_every_rank_records_received_kv(
     kind: HeadsKind, directory: Path, start_gang: StartGang, tmp_path: Path
 ) -> None:
-    (alone,) = start_gang(1, gang_guesses.drafts_after_transfer, directory, kind, tmp_path)
+    (alone,) = start_gang(1, heads_on_ranks.drafts_after_transfer, directory, kind, tmp_path)
     expected = alone.result(_WITHIN_S)
-    leader, _ = start_gang(2, gang_guesses.drafts_after_transfer, directory, kind, tmp_path)
+    leader, _ = start_gang(2, heads_on_ranks.drafts_after_transfer, directory, kind, tmp_path)
     found = leader.result(_WITHIN_S)
     assert len(found) == len(expected) >= 6
     torch.testing.assert_close(found, expected, atol=2e-3, rtol=1e-3)
