@@ -245,7 +245,9 @@ def test_migration_ships_the_state_that_the_last_draft_left(
         worker.step()
         slots.add(prompt.sequence.state_slots[0])
     assert len(slots) > 1, "the proposer never drafted"
-    assert transfer.committed[0] == prompt.sequence.num_computed and [transfer.state_slot] == prompt.sequence.state_slots
+    assert (
+        transfer.committed[0] == prompt.sequence.num_computed and [transfer.state_slot] == prompt.sequence.state_slots
+    )
     worker.shipped(0, shipment(handoff, TransferError("the link is closed") if fails else None))
     assert bool(moving.stayed) == fails
     _run(worker)

@@ -49,7 +49,7 @@ async def test_the_next_turn_finds_the_answer_where_its_prompt_was_computed(
         assert turn.route.cached_tokens >= len(prompt) + len(answer.ids) - 3 * _EVERY
 
 
-async def test_who_goes_on_for_a_lost_replica_computes_the_last_tokens_only(lab: Lab) -> None:
+async def test_replacement_computes_the_last_tokens_only(lab: Lab) -> None:
     model_dir, prompt = lab.checkpoint("llama"), prompts(40)[0]
     expected = lab.reference.ids(model_dir, [prompt], _GREEDY)[0]
     running_on = shared_ceiling(40)

@@ -129,7 +129,7 @@ async def test_a_deadline_that_passes_on_the_way_ends_the_request_everywhere(
             await cluster.idle()
 
 
-async def test_without_a_replica_a_request_waits_and_then_hears_that_there_is_none(lab: Lab) -> None:
+async def test_without_a_replica_a_request_waits_and_then_gets_503(lab: Lab) -> None:
     tree = exact_tree(1, 0) | {"timeouts": {"queue_s": 0.5}}
     async with lab.own(lab.checkpoint("llama"), **tree) as cluster:
         begin = time.monotonic()

@@ -133,7 +133,7 @@ async def test_the_holder_dies_in_a_pull(lab: Lab, event: str, number: signal.Si
             prefix_source.send(signal.SIGCONT)
 
 
-async def test_the_puller_dies_in_a_pull(lab: Lab) -> None:
+async def test_fetching_replica_dies(lab: Lab) -> None:
     model_dir, prompt, policy = lab.checkpoint("llama"), prompts(70)[0], FakePolicy()
     async with lab.own(model_dir, processes=True, policy=policy, **exact_tree(1, 1)) as cluster:
         prefill, decode = (cluster.pools[role][0].id for role in (Role.PREFILL, Role.DECODE))

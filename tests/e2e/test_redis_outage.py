@@ -111,7 +111,7 @@ async def _know_the_prompt(cluster: LocalCluster) -> dict[str, int]:
     return _prefix_sources(cluster)
 
 
-async def test_it_dies_and_comes_back_empty(lab: Lab, own_redis: _Redis) -> None:
+async def test_redis_restarts_empty(lab: Lab, own_redis: _Redis) -> None:
     async with local_cluster(lab.checkpoint("llama"), own_redis.url, **_TREE) as cluster:
         before = {replica.id: replica for replica in cluster.replicas}
         prefix_sources = await _know_the_prompt(cluster)
@@ -133,7 +133,7 @@ async def test_it_dies_and_comes_back_empty(lab: Lab, own_redis: _Redis) -> None
         assert newcomer.id in {replica.id for replica in cluster.replicas}
 
 
-async def test_it_stands_still(lab: Lab, own_redis: _Redis) -> None:
+async def test_redis_freezes(lab: Lab, own_redis: _Redis) -> None:
     async with local_cluster(lab.checkpoint("llama"), own_redis.url, **_TREE) as cluster:
         before = {replica.id: replica for replica in cluster.replicas}
         prefix_sources = await _know_the_prompt(cluster)

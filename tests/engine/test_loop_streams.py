@@ -101,5 +101,5 @@ def choose_on_another_stream(patch: pytest.MonkeyPatch, device: FakeStreams, cop
         *({"replays_on": "another"}, {"waits": False}),
     ],
 )
-def test_a_fault_is_found(fault: dict[str, Any], tiny_model: MakeModel) -> None:
+def test_planted_fault_is_found(fault: dict[str, Any], tiny_model: MakeModel) -> None:
     assert races(tiny_model, [(5, 6, None), (9, 4, 2)], **fault)

@@ -209,7 +209,7 @@ def _is_turned_away(pending_peer: socket.socket) -> bool:
         return True
 
 
-def test_who_does_not_have_the_secret_is_not_let_in_whatever_he_says(tmp_path: Path) -> None:
+def test_peer_without_the_secret_is_rejected(tmp_path: Path) -> None:
     """Garbage, a proof by another secret or for another link or mode, a replay, and an echo are all turned away."""
     same = Handshake(secret=_SECRET, link="link/1", is_encrypted=False)
     others = [replace(same, secret=bytes(32)), replace(same, link="link/2"), replace(same, is_encrypted=True)]
@@ -233,7 +233,7 @@ def test_who_does_not_have_the_secret_is_not_let_in_whatever_he_says(tmp_path: P
 
 
 @pytest.mark.timeout(30)
-def test_strangers_who_say_nothing_or_little_hold_nobody_up(tmp_path: Path) -> None:
+def test_silent_peers_block_no_link(tmp_path: Path) -> None:
     """Neither a link that waits, whose oldest pending peers are dropped beyond a limit, nor one that is connected."""
     with ThreadPoolExecutor(2) as pool, ExitStack() as stack:
         connected = BothEnds(pool, tmp_path)

@@ -288,7 +288,7 @@ def _handoff(ranks: list[str], *, id: str = "h") -> Handoff:
 # Rendezvous and reports of the ranks of one replica.
 
 
-async def test_words_that_are_asked_for_and_never_told_are_not_kept() -> None:
+async def test_keys_without_a_value_are_dropped() -> None:
     async with _rank() as rank:
         for number in range(20):
             with pytest.raises(aio.AioRpcError):

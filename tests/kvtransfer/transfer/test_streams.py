@@ -333,6 +333,6 @@ def _keep_one_mark(arriving: Incoming, *frame: Any) -> None:
 
 
 @pytest.mark.parametrize("fault", _faults(FakeStreams()))
-def test_a_fault_is_found(fault: str) -> None:
+def test_planted_fault_is_found(fault: str) -> None:
     sources = 2 if fault == "wait for one of two ranks" else 1
     assert races(replace(REVEALING, sources=sources), fault)
