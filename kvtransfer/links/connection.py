@@ -49,7 +49,9 @@ def meet(end: LinkEnd) -> tuple[Connection, bytes]:
             return await (_connect(end) if end.is_sender else _accept(end))
 
     try:
-        connected, key = asyncio.run(meet_in_time())
+        loop = asyncio.new_event_loop()  # before the coroutine: without file descriptors, this fails
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            connected, key = runner.run(meet_in_time())
         return Connection(connected, is_sender=end.is_sender), key
     except (OSError, RuntimeError) as error:  # RuntimeError: the store's
         reason = str(error) or "timed out waiting for the peer"
@@ -171,6 +173,7 @@ async def _accept(end: LinkEnd) -> tuple[socket.socket, bytes]:
                 pending_peers.pop(0).cancel()
             pending_peers.append(asyncio.create_task(_authenticate_sender(connection, _handshake(end))))
             pending_peers[-1].add_done_callback(partial(greeted, connection))
+            await asyncio.sleep(0)  # sock_accept does not yield while connections are queued
 
     family = socket.AF_INET6 if ":" in end.host else socket.AF_INET
     with socket.create_server((end.host, 0), family=family) as server:
@@ -179,8 +182,13 @@ async def _accept(end: LinkEnd) -> tuple[socket.socket, bytes]:
         accepting = asyncio.create_task(accept_all(server))
         try:
             return await authenticated
+        except BaseException:  # the deadline, possibly in the same turn as a peer
+            if authenticated.done() and not authenticated.cancelled():
+                authenticated.result()[0].close()
+            raise
         finally:
             accepting.cancel()
+            await asyncio.wait([accepting])  # before its socket is closed
 
 
 async def _authenticate_sender(connection: socket.socket, handshake: Handshake) -> bytes | None:

@@ -10,10 +10,11 @@ number is the nonce: a changed, dropped, repeated or reordered piece fails to de
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 import torch
 from cryptography.exceptions import InvalidTag
@@ -46,7 +47,9 @@ class TcpLink:
         self.num_buffers = 2 if end.is_sender else 1
         self._end = end
         self._cipher: Cipher | None = None
-        self._pusher = ThreadPoolExecutor(1, thread_name_prefix="kv-push")  # starts its thread on first use
+        # Not an executor: Python joins those at exit, even one whose peer does not read.
+        self._to_push: queue.SimpleQueue[tuple[memoryview, Future[None]] | None] = queue.SimpleQueue()
+        self._pusher: threading.Thread | None = None  # started on first use
         self._num_pushed = 0  # sends that it got and that were not waited for; used by the link's thread only
         self._connection: Connection | None = None
         self._is_closed = False
@@ -83,7 +86,7 @@ class TcpLink:
             self._is_closed, connection = True, self._connection
         if connection:
             connection.close()
-        self._pusher.shutdown(wait=False)
+        self._to_push.put(None)
 
     @property
     def _connected(self) -> Connection:
@@ -107,12 +110,23 @@ class TcpLink:
 
     def _push(self, connection: Connection, remaining: memoryview) -> Future[None]:
         """Let the pusher send the rest, behind all earlier sends."""
-        try:
-            pushed = self._pusher.submit(connection.move_all, remaining, timeout_s=None)
-        except RuntimeError as error:  # the pusher is shut down
-            raise LinkClosed("the link is closed") from error
+        if self._pusher is None:
+            self._pusher = threading.Thread(target=self._run_pusher, args=(connection,), name="kv-push", daemon=True)
+            self._pusher.start()
+        pushed: Future[None] = Future()
+        self._to_push.put((remaining, pushed))
+        connection.check()  # after `close` the thread no longer reads the queue
         self._num_pushed += 1
         return pushed
+
+    def _run_pusher(self, connection: Connection) -> None:
+        while job := self._to_push.get():
+            remaining, pushed = job
+            try:
+                connection.move_all(remaining, timeout_s=None)
+                pushed.set_result(None)
+            except LinkClosed as error:
+                pushed.set_exception(error)
 
     def _wait_sent(
         self, connection: Connection, pushed: Future[None] | None, encrypted: memoryview | None, timeout_s: float

@@ -92,7 +92,8 @@ class ServedFetches:
     def serve(self, handoff: Handoff, hashes: Sequence[bytes], listener: ServedFetchListener) -> None:
         """Ship the leading cached blocks of `hashes`, up to the handoff's room."""
         self._failpoint(FailpointStage.ASKED, handoff.id)
-        if self._outgoing_transfers.knows(handoff.key):
+        is_loading = any(fetch.handoff.key == handoff.key for fetch in self._under_way.values())
+        if is_loading or self._outgoing_transfers.knows(handoff.key):
             listener.ended(None, HandoffExpired(f"handoff {handoff.id} is a duplicate"))
             return
         fetch = ServedFetch(handoff, list(hashes[: handoff.max_tokens // self.layout.block_size]), listener)

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import product
@@ -248,6 +248,28 @@ def test_silent_peers_block_no_link(tmp_path: Path) -> None:
         _carry(*ends)
         _carry(*waiting.let_in())
         assert all(_is_turned_away(stranger) for stranger in strangers)
+
+
+@pytest.mark.timeout(60)
+def test_peers_that_keep_reconnecting_block_no_link(tmp_path: Path) -> None:
+    is_over = threading.Event()
+
+    def reconnect(place: tuple[str, int]) -> None:
+        with suppress(OSError):  # the link is connected and listens no more
+            while not is_over.is_set():
+                socket.create_connection(place, 1).close()
+
+    with ThreadPoolExecutor(3) as pool:
+        try:
+            for number in range(8):
+                directory = tmp_path / str(number)
+                directory.mkdir()
+                ends = BothEnds(pool, directory)
+                for _ in range(2):
+                    pool.submit(reconnect, ends.place)
+                _carry(*ends.let_in())
+        finally:
+            is_over.set()
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ import math
 from collections.abc import Callable
 from functools import partial
 from random import Random
+from types import SimpleNamespace
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -320,3 +322,21 @@ def test_a_prefix_is_not_shipped_twice_under_one_handoff() -> None:
     assert [str(error) for error in again.errors] == ["handoff h is a duplicate"]
     assert len(served_fetches.take_orders()) == 1 and not len(served_fetches)
     assert blocks.num_available == NUM_BLOCKS
+
+
+def test_a_fetch_that_waits_for_a_lower_tier_is_not_served_twice() -> None:
+    class SlowTiers:
+        table = SimpleNamespace(depth=len, offer=lambda hashes, **_: len(hashes))
+        num_loads = 0
+
+        def begin(self, *_: object, **__: object) -> bool:
+            self.num_loads += 1
+            return True
+
+    tiers: Any = SlowTiers()
+    served_fetches = ServedFetches(BlockManager(NUM_BLOCKS), layout(1), tiers)
+    first, again = FakeListener(), FakeListener()
+    for listener in (first, again):
+        served_fetches.serve(handoff_to(["r"], 2 * BLOCK_SIZE), hashes_of(0)[:2], listener)
+    assert (tiers.num_loads, first.errors) == (1, [])
+    assert [str(error) for error in again.errors] == ["handoff h is a duplicate"]
