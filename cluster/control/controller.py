@@ -46,7 +46,7 @@ from core.types.request import Role
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 _ROUTER, _AUTHORITY = "router", "authority"
 _RECONCILE_S = 1.0
@@ -339,7 +339,7 @@ class Controller:
     def _known(self) -> Desired:
         return self._deployed(self._desired)
 
-    def _deployed(self, part: T | None) -> T:
+    def _deployed(self, part: _T | None) -> _T:
         if part is None:
             raise DeployError(f"{self._name}: nothing has been deployed yet")
         return part
@@ -349,7 +349,8 @@ def remove_remains(name: str) -> None:
     """Remove all replicas of a deployment and all its entries in Ray's store. Raises RayError, DeployError."""
     for replica in find_replicas(name):
         remove_leftovers(replica, name)
-    for key in store.keys_in(namespace(name)):
+    # The authority goes last: until the desired state is gone, a restarted controller starts replicas, which need it.
+    for key in sorted(store.keys_in(namespace(name)), key=lambda key: key == _AUTHORITY):
         store.delete(namespace(name), key)
 
 
@@ -357,7 +358,7 @@ def _prepare_authority(spec: Spec) -> None:
     """Create the deployment's own certificate authority, or validate the operator's. Raises SpecError.
 
     It is kept in Ray's store only, from which a restarted controller reads it; processes that can read it can run code
-    on every node anyway.
+    on every node anyway. Of the operator's, only the paths are stored, in the spec.
     """
     if spec.security.tls == "auto":
         store.put(namespace(spec.name), _AUTHORITY, Authority.create(spec.name).to_json())

@@ -13,10 +13,10 @@ from hashlib import blake2b
 from itertools import chain
 
 from core.types.validation import check
-from core.types.validation import check as _check
 
 # Lowest priority: such a request runs only when no other one waits.
 OFFLINE = 2**31 - 1
+
 MAX_SCHEMA_BYTES = 64 * 1024
 # Limit of a regular expression, and of a grammar without its schemas: the cost of a mask grows with their length.
 MAX_GRAMMAR_BYTES = 8 * 1024
@@ -282,20 +282,20 @@ class TokenRules:
         """
         biased, biases = zip(*self.logit_bias, strict=True) if self.logit_bias else ((), ())
         _check_ids(biased, "logit_bias", MAX_LOGIT_BIAS, vocab_size)
-        _check(len(set(biased)) == len(biased), "logit_bias", "must name a token once")
+        check(len(set(biased)) == len(biased), "logit_bias", "must name a token once")
         is_bounded = (
             math.isfinite(sum(biases)) and -MAX_BIAS <= min(biases, default=0) and max(biases, default=0) <= MAX_BIAS
         )
-        _check(is_bounded, "logit_bias", f"must be from {-MAX_BIAS:g} to {MAX_BIAS:g}")
+        check(is_bounded, "logit_bias", f"must be from {-MAX_BIAS:g} to {MAX_BIAS:g}")
         _check_ids(self.allowed_token_ids, "allowed_token_ids", MAX_ALLOWED_TOKENS, vocab_size)
-        _check(all(self.bad_words), "bad_words", "must have at least one token each")
+        check(all(self.bad_words), "bad_words", "must have at least one token each")
         _check_ids(tuple(chain.from_iterable(self.bad_words)), "bad_words", MAX_BAD_WORD_TOKENS, vocab_size)
 
 
 def _check_ids(token_ids: Sequence[int], param: str, most: int, vocab_size: int) -> None:
-    _check(len(token_ids) <= most, param, f"must have at most {most} tokens, not {len(token_ids)}")
+    check(len(token_ids) <= most, param, f"must have at most {most} tokens, not {len(token_ids)}")
     for token_id in (min(token_ids), max(token_ids)) if token_ids else ():
-        _check(0 <= token_id < vocab_size, param, f"{token_id} is no token id; the vocabulary has {vocab_size}")
+        check(0 <= token_id < vocab_size, param, f"{token_id} is no token id; the vocabulary has {vocab_size}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,12 +314,12 @@ class ThinkingBudget:
 
     def check(self, vocab_size: int) -> None:
         """Check the bounds that a step relies on. Raises RequestError that names the field."""
-        _check(self.num_tokens >= 0, "thinking", "must have a budget of 0 or more")
+        check(self.num_tokens >= 0, "thinking", "must have a budget of 0 or more")
         for text in (self.opening, self.closing):
-            _check(0 < len(text) <= _MAX_MARKER, "thinking", f"a marker must have 1 to {_MAX_MARKER} characters")
+            check(0 < len(text) <= _MAX_MARKER, "thinking", f"a marker must have 1 to {_MAX_MARKER} characters")
         ids = self.closing_ids
-        _check(0 < len(ids) <= _MAX_MARKER, "thinking", f"the closing marker must have 1 to {_MAX_MARKER} tokens")
-        _check(
+        check(0 < len(ids) <= _MAX_MARKER, "thinking", f"the closing marker must have 1 to {_MAX_MARKER} tokens")
+        check(
             0 <= min(ids) and max(ids) < vocab_size,
             "thinking",
             f"the closing marker must have token ids below {vocab_size}",

@@ -142,7 +142,7 @@ class SimulatedOutlook:
             fleet.place(request, num_generated)
         trace = [replace(request, arrival_s=request.arrival_s / load) for request in self._trace]
         fleet.run([*self._waiting, *trace])
-        judged = [flight for flight in fleet.flights if flight.request.number >= 0]
+        judged = [flight for flight in fleet.flights if flight.request.number >= 0 and flight.ended_at]
         judged.sort(key=lambda flight: (flight.request.arrival_s, flight.ended_at))
         ttft = np.array([flight.ttft_s for flight in judged])
         itl = np.array([flight.mean_itl_s for flight in judged])

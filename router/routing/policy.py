@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from core.index.membership import Member
 from core.index.prefix_index import Depths
 from core.model.kv_memory import CacheShape
 from core.types.step_timing import StepTiming
+
+if TYPE_CHECKING:
+    from core.index.membership import Member
 
 _MAX_BACKLOG_S = 1.0  # backlog that keeps a prefill replica busy until its next report
 _DEFAULT_PREFILL_TOKENS_PER_S = 1000.0
@@ -25,8 +27,6 @@ _DEFAULT_DISK_BYTES_PER_S = 5e8
 
 
 # Not frozen: a decision makes hundreds of these, and a frozen dataclass sets each field by a call.
-
-
 @dataclass(kw_only=True, slots=True)
 class CandidateReplica:
     """State of one replica with respect to one prompt."""

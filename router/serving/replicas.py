@@ -7,7 +7,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Coroutine, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from core.index.membership import Member
 from core.index.prefix_index import PrefixIndex
@@ -17,7 +17,9 @@ from core.types.errors import ClusterError, ModelUnavailable, ReplicaLost
 from core.types.request import Role, SampledToken
 from core.wire.messages import make_plausible, timing_from_proto, tokens_from_proto
 from router.routing.policy import ReplicaLoad
-from router.serving.grpc_worker import Worker
+
+if TYPE_CHECKING:
+    from router.serving.grpc_worker import Worker
 
 logger = logging.getLogger(__name__)
 

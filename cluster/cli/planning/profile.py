@@ -63,7 +63,6 @@ def profile(
     parallel, and KV transfers. Takes a minute or two; run nothing else meanwhile.
     """
     from core.model.source import resolve
-    from kvtransfer.profile.shipped_prompts import copy_in_memory
     from planner.simulator.profile import Profile
 
     model_dir = resolve(model)
@@ -82,6 +81,8 @@ def profile(
         "host_bytes_per_s: copies of 1 MiB within memory. usd_per_hour: as given.",
     ]
     tree = {"name": output.stem, "origin": "measured", "derivation": derivation, **steps, "kv": kv}
+    from kvtransfer.profile.shipped_prompts import copy_in_memory  # loads torch
+
     copying_s = copy_in_memory(num_bytes=_COPY_BYTES, count=_NUM_COPIES)
     tree |= {"host_bytes_per_s": _COPY_BYTES * _NUM_COPIES / copying_s, "usd_per_hour": usd_per_hour}
     output.write_text(Profile.model_validate(tree).model_dump_json(indent=1) + "\n", encoding="utf-8")
