@@ -125,8 +125,9 @@ class Transformer:
         on_layer: OnLayer | None,
         on_logits: OnLogits | None = None,
         aux_hidden_states: AuxHiddenStates | None = None,
+        others: Callable[[Any], Any] | None = None,
     ) -> Tensor:
-        """Compute a step and write its KV to the pool.
+        """Compute a step and write its KV to the pool. others: replaces the attention backend, on a CPU.
 
         `on_layer` is called after each layer's KV is written. `on_logits` is called with the logits (N, V) of scored
         positions, slice by slice. `aux_hidden_states` collects hidden states.
@@ -148,13 +149,14 @@ class Transformer:
         token_ids_T, positions_T = (torch.from_numpy(ids).to(device) for ids in (batch.token_ids, batch.positions))
         inputs, states = self._inputs(token_ids_T, positions_T, aux_hidden_states), StepStates.of(batch, pool)
         is_scored = len(batch.scored_rows) > 0
-        if (compiled := self._compiled_for(batch, pool)) is not None:
+        if others is None and (compiled := self._compiled_for(batch, pool)) is not None:
             step_rows = StepRows(batch, inputs.angles, states.slots if states else None, in_windows(batch, pool))
             x_TE = compiled(inputs.x_TE, step_rows, on_layer, aux_hidden_states, is_whole=is_scored)
             if not is_scored:
                 return self.logits(x_TE, num_drafted=batch.num_drafted)
         else:
             heads = self._heads_on_cpu(batch, pool, inputs.angles)
+            heads = others(heads) if others else heads
             x = Residual(inputs.x_TE, adds_late=False)
             x_TE = self._pass(x, inputs, heads, on_layer, aux_hidden_states, states)
         if is_scored:
@@ -173,7 +175,7 @@ class Transformer:
         others: Callable[[Heads], Heads] | None = None,
         states: StepStates | None = None,
     ) -> Tensor:
-        """Compute a step whose batch is on the device, with the GPU kernels (on a CPU: their references).
+        """Compute a step whose batch is on the device, with the GPU kernels.
 
         others: replaces the attention backend. states: if the model has recurrent layers. If `hindrance` is None,
         nothing here waits for the device or depends on values there.

@@ -29,10 +29,8 @@ from torch import Tensor
 from core.model import config as model_config
 from engine.attention.heads import Heads
 from engine.attention.layer_attention import LayerAttention
-from engine.batch.device_batch import DeviceBatch
 from engine.kernels.quant.hadamard import rotate
 from engine.kv.pool import KVPool
-from engine.model.layer_kinds import StepStates
 from engine.quantization.calibration import batch_of, open_in_fp32, prompts_of_text
 from engine.weights.open_checkpoint import open_model
 
@@ -70,9 +68,7 @@ def bases_of(
         model, pool = open_in_fp32(model_dir, config, checkpoint, prompts)
         for number, prompt in enumerate(prompts, 1):
             observed = partial(_Observer, pool=pool, num_tokens=len(prompt), found=found)
-            batch = batch_of(prompt, pool)
-            states = StepStates.of(batch, pool)
-            model.compute(DeviceBatch.of(batch, pool.device), pool, others=observed, states=states)
+            model(batch_of(prompt, pool), pool, None, others=observed)
             say(f"prompt {number} of {len(prompts)} computed")
         readers = (index for index, layer in enumerate(config.layers) if layer.has_mixer and not layer.recurrent)
         for index in readers:

@@ -48,7 +48,9 @@ def _turn(city: str) -> list[Any]:
 async def _served(model_dir: Path, shared_cluster: SharedClusters, **model: Any) -> AsyncIterator[str]:
     """Serve the model and yield the router's URL. model: see router_service."""
     async with (
-        shared_cluster(model_dir, model={"served_name": "smollm2"}) as cluster,
+        shared_cluster(
+            model_dir, model={"served_name": "smollm2", "dtype": "float32"}, kv={"wire_dtype": "raw"}
+        ) as cluster,
         router_service(cluster, model=model) as service,
     ):
         yield http_url(service)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,7 @@ from engine.runner.runner import ModelRunner
 from tests.engine.conftest import MakeRunner
 from tests.engine.steps import as_on_gpu, prompts, step
 from tests.engine.tiny_models import GEMMA4, GPT_OSS, LFM2, MakeModel, reference_logits
+from tests.support.import_graph import ROOT
 
 CPU = torch.device("cpu")
 CHANGES: dict[str, dict[str, Any]] = {
@@ -273,3 +277,16 @@ def test_calibration_skips_recurrent_layers(tiny_model: MakeModel) -> None:
     directory, _ = tiny_model("lfm2", **LFM2)
     bases = bases_of(directory, prompts(20), num_steps=0)
     assert {*bases} == {f"{layer}.{side}" for layer in range(2) for side in ("keys", "values")}
+
+
+def test_calibration_needs_no_kernels(tiny_model: MakeModel) -> None:
+    """It computes on the CPU also where kernels run on a GPU only, unlike in this process."""
+    directory, _ = tiny_model("llama")
+    program = (
+        "import sys; from pathlib import Path; from engine.quantization.kv_calibration import bases_of\n"
+        "print(sorted(bases_of(Path(sys.argv[1]), [[1, 2, 3, 4, 5]], num_steps=0)))"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", program, str(directory)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "['0.keys', '0.values', '1.keys', '1.values']", done.stderr
