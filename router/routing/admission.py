@@ -147,9 +147,11 @@ class AdmissionQueue:
         for each in (turns, *(tenant.turns for tenant in self._tenants.values())):
             if each.advance(now):
                 self._put_back(each)
-        for name in self._tenants:
-            if online.is_parked(name) and self._first_in_share(name, now):
-                online.unpark(name)
+        for name, tenant in self._tenants.items():
+            # A tenant whose waiting requests are all aside has no turn below.
+            if (online.is_parked(name) or tenant.turns.aside) and self._first_in_share(name, now):
+                if online.is_parked(name):
+                    online.unpark(name)
                 self._note_busy(name, now)
         aside = next(iter(turns.aside), None)
         if aside and self._is_in_share(aside) and self._try(aside, take, now):

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from core.types.errors import CapacityError
@@ -210,6 +210,7 @@ class Site:
         return True
 
 
+@example([("add", "a", 1, 0), ("add", "a", 1, 0), ("add", "a", 2, 0), ("add", "a", 1, 0), ("pass", 15)], 4, 0.5)
 @given(
     st.lists(
         st.one_of(
