@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-CLI = "-m cluster.cli bench"  # arguments of Python in both trees; override with --old-cli or --new-cli
+CLI = "-m benchmarks"  # arguments of Python in both trees; `--old-cli "-m cluster.cli bench"` for trees before the move
 BENCHES = {
     "engine": "engine --batch 1,8,32 --prefill 512,2048 --json",
     "kv": "kv --message 256,4096,65536 --prompt 1024,2048 --json",
