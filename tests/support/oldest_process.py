@@ -46,7 +46,7 @@ def _secrets(order: dict[str, Any]) -> DeploymentSecrets:
 def _work(order: dict[str, Any], identity: Identity) -> None:
     ceiling = None
     if order["ceiling"]:
-        from tests.support.long_answers import Ceiling
+        from tests.support.ceiling import Ceiling
 
         ceiling = Ceiling(order["ceiling"])
         ceiling.arm()
