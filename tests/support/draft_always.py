@@ -26,7 +26,6 @@ class AlwaysProposer:
         return self._model.propose(sequences, max_tokens)
 
     def finished(self, sequence: Sequence) -> None:
-        self._model.finished(sequence)
         self._model.forget(sequence)
 
 
