@@ -32,17 +32,6 @@ from worker.gang_runner import GangRunner
 _PROMPT = prompts(20)[0]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> RankOfOne:
-    return RankOfOne.of_random_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def rank(model: RankOfOne) -> RankOfOne:
-    """Return a rank with an empty pool."""
-    return RankOfOne(model.runner)
-
-
 def _worker(
     rank: RankOfOne,
     *,

@@ -17,27 +17,16 @@ from worker import migrations
 
 _PROMPT, _OTHER, _THIRD, _LARGE = prompts(20, 19, 18, 50)
 _ROUTER = "router-0"
-_GUESTS, _BLOCKS = 2, 6  # limits of local decodes, of 4 rows and 12 blocks
+_MAX_LOCAL_DECODES, _BLOCKS = 2, 6  # limits of local decodes, of 4 rows and 12 blocks
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> RankOfOne:
-    return RankOfOne.of_random_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def rank(model: RankOfOne) -> RankOfOne:
-    """Return a rank with an empty pool."""
-    return RankOfOne(model.runner)
-
-
-def _worker(rank: RankOfOne, *, max_local_decodes: int = _GUESTS) -> PrefillWorker:
+def _worker(rank: RankOfOne, *, max_local_decodes: int = _MAX_LOCAL_DECODES) -> PrefillWorker:
     parts = rank.parts(decodes=False)
     limits = replace(parts.limits, max_local_decodes=max_local_decodes, max_local_decode_blocks=_BLOCKS)
     return PrefillWorker(replace(parts, limits=limits))
 
 
-class Guest:
+class LocalRequest:
     """One request for tokens on a separate stream."""
 
     def __init__(self, rank: RankOfOne, tokens: list[int], *, stream: int, max_tokens: int = 5, n: int = 1) -> None:
@@ -50,7 +39,7 @@ class Guest:
     def is_over(self) -> bool:
         return self.listener.events[-1:] == ["ended"]
 
-    def submit(self, worker: PrefillWorker) -> Guest:
+    def submit(self, worker: PrefillWorker) -> LocalRequest:
         worker.submit(self.prompt, _ROUTER, self.listener)
         return self
 
@@ -74,13 +63,13 @@ def _alone(rank: RankOfOne, tokens: list[int], *, max_tokens: int) -> list[int]:
     """Return the tokens of a request that runs alone."""
     fresh = RankOfOne(rank.runner)
     worker = _worker(fresh)
-    Guest(fresh, tokens, stream=1, max_tokens=max_tokens).submit(worker)
+    LocalRequest(fresh, tokens, stream=1, max_tokens=max_tokens).submit(worker)
     return _run(worker)[1]
 
 
 def test_local_decode_streams_its_answer_and_frees_everything(rank: RankOfOne) -> None:
     worker = _worker(rank)
-    local_decode = Guest(rank, _PROMPT, stream=1).submit(worker)
+    local_decode = LocalRequest(rank, _PROMPT, stream=1).submit(worker)
     assert worker.num_requests == 1 and worker.status().local_decodes.waiting == 1
     _step(worker, {})
     output_of = worker.status().local_decodes
@@ -93,7 +82,7 @@ def test_local_decode_streams_its_answer_and_frees_everything(rank: RankOfOne) -
 
 def test_choices_of_a_local_decode_have_separate_streams(rank: RankOfOne) -> None:
     worker = _worker(rank)
-    Guest(rank, _PROMPT, stream=1, n=2).submit(worker)
+    LocalRequest(rank, _PROMPT, stream=1, n=2).submit(worker)
     output = _run(worker)
     assert sorted(output) == [1, 2] and output[1] == output[2] == _alone(rank, _PROMPT, max_tokens=5)
     assert rank.num_held == 0
@@ -102,7 +91,7 @@ def test_choices_of_a_local_decode_have_separate_streams(rank: RankOfOne) -> Non
 def test_prompts_are_shipped_beside_local_decodes(rank: RankOfOne) -> None:
     worker, listener, handoff, output = _worker(rank), FakeListener(), rank.handoff(18), dict[int, list[int]]()
     local_decodes = [
-        Guest(rank, tokens, stream=i, max_tokens=20).submit(worker) for i, tokens in ((1, _PROMPT), (2, _OTHER))
+        LocalRequest(rank, tokens, stream=i, max_tokens=20).submit(worker) for i, tokens in ((1, _PROMPT), (2, _OTHER))
     ]
     while len(output) < 2:
         _step(worker, output)
@@ -120,7 +109,7 @@ def test_prompts_are_shipped_beside_local_decodes(rank: RankOfOne) -> None:
 
 def test_local_decode_beyond_the_share_waits_and_prompts_overtake_it(rank: RankOfOne) -> None:
     worker, listener = _worker(rank, max_local_decodes=1), FakeListener()
-    first, second = (Guest(rank, tokens, stream=i).submit(worker) for i, tokens in ((1, _PROMPT), (2, _OTHER)))
+    first, second = (LocalRequest(rank, tokens, stream=i).submit(worker) for i, tokens in ((1, _PROMPT), (2, _OTHER)))
     worker.prefill(rank.prompt(_THIRD), None, listener)
     while not listener.ends:
         worker.step()
@@ -132,7 +121,7 @@ def test_local_decode_beyond_the_share_waits_and_prompts_overtake_it(rank: RankO
 @pytest.mark.parametrize("rejected", ["its KV is elsewhere", "too many choices", "too large"])
 def test_request_beyond_local_capacity_is_rejected_at_once(rank: RankOfOne, rejected: str) -> None:
     worker = _worker(rank)
-    local_decode = Guest(
+    local_decode = LocalRequest(
         rank, _LARGE if rejected == "too large" else _PROMPT, stream=1, n=3 if "choices" in rejected else 1
     )
     local_decode.prompt.source = KVSource.PREFILL if "elsewhere" in rejected else KVSource.HERE
@@ -144,7 +133,7 @@ def test_local_decodes_that_outgrow_their_share_run_one_by_one(rank: RankOfOne) 
     """Each needs six blocks at the end, but both together may have only six."""
     worker = _worker(rank)
     for stream, tokens in ((1, _PROMPT), (2, _OTHER)):
-        Guest(rank, tokens, stream=stream, max_tokens=28).submit(worker)
+        LocalRequest(rank, tokens, stream=stream, max_tokens=28).submit(worker)
     most, output = 0, dict[int, list[int]]()
     while _step(worker, output):
         most = max(most, rank.num_held)
@@ -158,7 +147,7 @@ def test_local_decodes_that_outgrow_their_share_run_one_by_one(rank: RankOfOne) 
 def test_local_decodes_are_preempted_for_a_larger_prompt(rank: RankOfOne) -> None:
     worker, listener, handoff, output = _worker(rank), FakeListener(), rank.handoff(50), dict[int, list[int]]()
     for stream, tokens in ((1, _PROMPT), (2, _OTHER)):
-        Guest(rank, tokens, stream=stream, max_tokens=24).submit(worker)
+        LocalRequest(rank, tokens, stream=stream, max_tokens=24).submit(worker)
     while len(output) < 2:
         _step(worker, output)
     worker.prefill(rank.prompt(_LARGE), handoff, listener)
@@ -176,7 +165,7 @@ def test_preempted_local_decode_waits_until_the_prompt_has_its_blocks(rank: Rank
     """A preempted local decode runs alone and could take any number of blocks."""
     long, larger = prompts(36, 62)
     worker, listener, output = _worker(rank), FakeListener(), dict[int, list[int]]()
-    Guest(rank, long, stream=1, max_tokens=26).submit(worker)
+    LocalRequest(rank, long, stream=1, max_tokens=26).submit(worker)
     while 1 not in output:
         _step(worker, output)
     worker.prefill(rank.prompt(larger), None, listener)
@@ -194,7 +183,7 @@ def test_single_local_decode_is_preempted_for_a_prompt_without_room(rank: RankOf
     is_scored = "scored" in why
     worker, listener, output = _worker(rank), FakeListener(), dict[int, list[int]]()
     max_tokens = 30 if is_scored else 60
-    local_decode = Guest(rank, _PROMPT, stream=1, max_tokens=max_tokens).submit(worker)
+    local_decode = LocalRequest(rank, _PROMPT, stream=1, max_tokens=max_tokens).submit(worker)
     while rank.num_held < (6 if is_scored else 8):
         assert _step(worker, output)
     prompt = rank.prompt(_PROMPT[:16] + _LARGE[16:] if is_scored else _LARGE[:40])
@@ -215,7 +204,7 @@ def test_single_local_decode_is_preempted_for_a_prompt_without_room(rank: RankOf
 def test_local_decode_whose_lease_ends_frees_its_blocks(rank: RankOfOne, steps: int) -> None:
     """The lease may end while the request waits, computes or decodes."""
     worker = _worker(rank)
-    local_decode = Guest(rank, _PROMPT, stream=1, max_tokens=20).submit(worker)
+    local_decode = LocalRequest(rank, _PROMPT, stream=1, max_tokens=20).submit(worker)
     for _ in range(steps):
         worker.step()
     worker.cancel(local_decode.prompt)
@@ -226,7 +215,7 @@ def test_local_decode_whose_lease_ends_frees_its_blocks(rank: RankOfOne, steps: 
 def test_local_decode_migrates_to_a_decode_replica(rank: RankOfOne, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(migrations, "is_quicker_to_ship", lambda **_: True)
     worker, moving, output = _worker(rank), FakeMoveListener(), dict[int, list[int]]()
-    local_decode = Guest(rank, _PROMPT, stream=1, max_tokens=20).submit(worker)
+    local_decode = LocalRequest(rank, _PROMPT, stream=1, max_tokens=20).submit(worker)
     while 1 not in output:
         _step(worker, output)
     handoff = replace(rank.handoff(20), max_tokens=40)
@@ -248,7 +237,7 @@ def test_local_decode_preempted_before_its_migration_stays(rank: RankOfOne, monk
     monkeypatch.setattr(migrations, "is_quicker_to_ship", lambda **_: True)
     worker, moving, listener, output = _worker(rank), FakeMoveListener(), FakeListener(), dict[int, list[int]]()
     long, larger = prompts(36, 62)
-    Guest(rank, long, stream=1, max_tokens=26).submit(worker)
+    LocalRequest(rank, long, stream=1, max_tokens=26).submit(worker)
     while 1 not in output:
         _step(worker, output)
     worker.prefill(rank.prompt(larger), None, listener)
@@ -263,7 +252,7 @@ def test_local_decode_preempted_before_its_migration_stays(rank: RankOfOne, monk
 def test_prompts_do_not_wait_for_a_local_decode_beyond_the_share(rank: RankOfOne) -> None:
     """A single local decode grows to eight of twelve blocks; the prompt would fit if it had six."""
     worker, listener, output = _worker(rank), FakeListener(), dict[int, list[int]]()
-    local_decode = Guest(rank, _PROMPT, stream=1, max_tokens=40).submit(worker)
+    local_decode = LocalRequest(rank, _PROMPT, stream=1, max_tokens=40).submit(worker)
     while worker.status().local_decodes.blocks <= _BLOCKS:
         _step(worker, output)
     _, asked = prompts(20, 46)  # without a common prefix
@@ -281,7 +270,7 @@ def test_handoff_is_used_once_by_moves_and_prompts(rank: RankOfOne, monkeypatch:
     monkeypatch.setattr(migrations, "is_quicker_to_ship", lambda **_: True)
     worker, output, handoff = _worker(rank), dict[int, list[int]](), replace(rank.handoff(18), max_tokens=60)
     for stream, tokens in ((1, _PROMPT), (2, _OTHER)):
-        Guest(rank, tokens, stream=stream, max_tokens=20).submit(worker)
+        LocalRequest(rank, tokens, stream=stream, max_tokens=20).submit(worker)
     while len(output) < 2:
         _step(worker, output)
     first, second, prompt, late = FakeMoveListener(), FakeMoveListener(), FakeListener(), FakeMoveListener()

@@ -33,17 +33,6 @@ class FakeListener:
         self.ends.append((shipment, error))
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> RankOfOne:
-    return RankOfOne.of_random_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def rank(model: RankOfOne) -> RankOfOne:
-    """Return a rank with an empty pool."""
-    return RankOfOne(model.runner)
-
-
 def _worker(rank: RankOfOne) -> PrefillWorker:
     return PrefillWorker(rank.parts(decodes=False))
 

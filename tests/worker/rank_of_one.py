@@ -8,6 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from core.types.failpoint import unobserved
 from core.types.handoff import Handoff, HandoffKey
 from core.types.request import Sampling, SequenceRequest
@@ -180,3 +182,14 @@ def shipment(handoff: Handoff, error: Any = None) -> Shipment:
 
 def asserted(why: str) -> Any:
     raise AssertionError(why)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> RankOfOne:
+    return RankOfOne.of_random_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def rank(model: RankOfOne) -> RankOfOne:
+    """Return a rank with an empty pool."""
+    return RankOfOne(model.runner)

@@ -14,7 +14,7 @@ from tests.router.serving.fake_worker import FakeWorker
 from tests.router.serving.serving_model import QUEUE_S, Client, World
 from tests.router.serving.virtual_time import pass_time, until
 
-_MAX_RUNNING, _GUESTS = 6, 3
+_MAX_RUNNING, _MAX_LOCAL = 6, 3
 
 
 def _seen(world: World, worker: FakeWorker) -> Replica:
@@ -51,9 +51,9 @@ def _waiting(world: World) -> int:
 @scenarios.in_world()
 async def test_prefill_replicas_answer_while_decode_replicas_are_full(world: World) -> None:
     async with _full(world) as (prefill, _):
-        local_decodes = _ask(world, _GUESTS + 1)
-        await until(lambda: sum(bool(client.received) for client in local_decodes) == _GUESTS)
-        assert len(prefill.running()) <= _GUESTS and _seen(world, prefill).promised_streams == _GUESTS
+        local_decodes = _ask(world, _MAX_LOCAL + 1)
+        await until(lambda: sum(bool(client.received) for client in local_decodes) == _MAX_LOCAL)
+        assert len(prefill.running()) <= _MAX_LOCAL and _seen(world, prefill).promised_streams == _MAX_LOCAL
         assert _waiting(world) == 1, "beyond its share it computes prompts only"
         assert b"\nxpyd_local_decodes_total 3.0" in world.metrics.render()
 
@@ -109,8 +109,8 @@ async def test_prefill_replicas_answer_if_there_is_no_decode_replica(world: Worl
     prefill = world.add(Role.PREFILL)
     await pass_time(0.1)
     assert world.core.replicas.may_answer()
-    clients = _ask(world, 2 * _GUESTS)
-    await until(lambda: len(prefill.running()) == _GUESTS)
+    clients = _ask(world, 2 * _MAX_LOCAL)
+    await until(lambda: len(prefill.running()) == _MAX_LOCAL)
     await until(lambda: all(client.is_over for client in clients))
     assert not any(client.error for client in clients)
 
@@ -129,10 +129,10 @@ async def test_the_model_is_available_while_prefill_replicas_answer(world: World
 async def test_answers_of_a_lost_last_decode_replica_continue_on_prefill_replicas(world: World) -> None:
     world.answers_overflow = False
     prefill, decode = await _deployed(world)
-    clients = _ask(world, _GUESTS)
+    clients = _ask(world, _MAX_LOCAL)
     await until(lambda: all(len(client.received.get(0, [])) > 2 for client in clients))
     decode.kill()
-    await until(lambda: len(prefill.running()) == _GUESTS)
+    await until(lambda: len(prefill.running()) == _MAX_LOCAL)
     await until(lambda: all(client.is_over for client in clients))
     assert not any(client.error for client in clients)
 
@@ -154,7 +154,7 @@ async def test_a_local_decode_continues_elsewhere_if_its_replica_dies(world: Wor
 async def test_a_local_decode_moves_to_a_decode_replica_with_room(world: World, drains: bool) -> None:
     """Moves both because the prefill replica drains and because a decode replica has room."""
     async with _full(world) as (prefill, _):
-        local_decodes = _ask(world, _GUESTS, max_tokens=900)
+        local_decodes = _ask(world, _MAX_LOCAL, max_tokens=900)
         await until(lambda: all(local_decode.received for local_decode in local_decodes))
         routes = [local_decode.generation.route for local_decode in local_decodes if local_decode.generation]
         if drains:
