@@ -27,9 +27,8 @@ from router.routing.admission import AdmissionQueue
 from router.routing.chooser import AnswerLength
 from router.routing.fair_queue import QueuedRequest
 from router.routing.plain_policies import make_policy
-from router.routing.policy import CandidateReplica, Option, RoutingRequest
+from router.routing.policy import MAX_BACKLOG_S, CandidateReplica, Option, RoutingRequest
 
-_MAX_BACKLOG_S = 1.0  # as in router/routing/policy.py
 _ANY_LENGTH = 1 << 31  # tokens
 
 
@@ -194,7 +193,7 @@ class Fleet:
         if not len(self._queue) or self._looks_at > now:
             return
         # The first prefill replica's backlog is then short enough for another prompt.
-        room_at = min((replica.busy_until for replica in serving(self.prefills)), default=0.0) - _MAX_BACKLOG_S
+        room_at = min((replica.busy_until for replica in serving(self.prefills)), default=0.0) - MAX_BACKLOG_S
         if times := [when for when in (room_at, self._queue.changes_at()) if when is not None and when > now]:
             self._looks_at = min(times)
             self.clock.at(self._looks_at, self._look_for_room)
@@ -202,7 +201,7 @@ class Fleet:
     def _take(self, queued: QueuedRequest) -> bool:
         """Send a request if replicas have room, by the rules of ReplicaLoad. Return whether it was sent."""
         flight, all_prefills = self._waiting[queued], serving(self.prefills)
-        prefills = [replica for replica in all_prefills if replica.queue_s <= _MAX_BACKLOG_S + 1e-9]
+        prefills = [replica for replica in all_prefills if replica.queue_s <= MAX_BACKLOG_S + 1e-9]
         if all_prefills and not prefills:
             return False
         num_blocks = -(-(flight.request.num_tokens + self._usual_answer.predict(_ANY_LENGTH)) // self._setup.block_size)

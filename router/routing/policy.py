@@ -18,7 +18,7 @@ from core.types.step_timing import StepTiming
 if TYPE_CHECKING:
     from core.index.membership import Member
 
-_MAX_BACKLOG_S = 1.0  # backlog that keeps a prefill replica busy until its next report
+MAX_BACKLOG_S = 1.0  # backlog that keeps a prefill replica busy until its next report
 _DEFAULT_PREFILL_TOKENS_PER_S = 1000.0
 _DEFAULT_STEP_S = 0.02
 _DEFAULT_LINK_BYTES_PER_S = 1e9
@@ -169,7 +169,7 @@ class ReplicaLoad:
 
     @property
     def has_room_to_prefill(self) -> bool:
-        return self.queued_tokens <= _MAX_BACKLOG_S * (self.prefill_tokens_per_s or _DEFAULT_PREFILL_TOKENS_PER_S)
+        return self.queued_tokens <= MAX_BACKLOG_S * (self.prefill_tokens_per_s or _DEFAULT_PREFILL_TOKENS_PER_S)
 
 
 @dataclass(frozen=True)
