@@ -41,7 +41,7 @@ class EngineConfig:
     redundant_experts: int = 0  # extra copies of the most used experts, per layer
     deterministic: bool = False  # reject compute paths whose results depend on the other rows of the batch
     heads: HeadsPlace | None = None  # draft heads on the model's hidden states; None: no heads
-    # Keep only the blocks that coming queries see in layers with a window; see KVLayout.windows. Decided by the spec.
+    # In layers with a window, keep only the blocks that later queries see; see KVLayout.windows. Decided by the spec.
     frees_windows: bool = False
     num_window_parts: int | None = None  # with num_blocks: see KVPool; None: one per block
     recorded_rows: int = 0  # capture decode steps of up to this many rows as graphs, where supported, and replay them
@@ -99,7 +99,7 @@ class EngineConfig:
         )
 
     def load_heads(self, model: ModelConfig) -> HeadsConfig | None:
-        """Load the draft heads, if any. Raises SpecError if the files do not draft for this model."""
+        """Load the draft heads, if any. Raises SpecError if the heads do not fit this model."""
         return load_heads(*self.heads, model) if self.heads else None
 
 

@@ -69,8 +69,8 @@ class Engine(Generic[Logits]):
 
         connector: None if all KV is computed locally. tier_orders: returns the pending transfers to and from lower
         tiers; they precede any write to a block allocated since the last call. adapters: name -> number in the model.
-        pace: None disables timing. speculation: None disables drafting. step_times: plans drafts; None: those of the
-        pace. is_async: the runner and the sampler return before the device has finished.
+        pace: None disables timing. speculation: None disables drafting. step_times: estimates for planning drafts;
+        None: those of the pace. is_async: the runner and the sampler return before the device has finished.
         """
         self.blocks = blocks
         self.prompts = PromptQueue(blocks, max_waiting=config.max_waiting)
@@ -370,7 +370,7 @@ class Engine(Generic[Logits]):
     def cancel(self, prompt: Prompt) -> None:
         """Drop a prompt that is not complete yet.
 
-        The caller has removed blocks from its table that a transfer may still write.
+        The caller has removed from its table the blocks that a transfer may still write.
         """
         self.prompts.remove(prompt)
         prompt.sequence.release(self.blocks)
@@ -384,7 +384,7 @@ class Engine(Generic[Logits]):
         if prompt.is_running_elsewhere:
             sequence.tokens += next_tokens
             if windows := self.blocks.windows:
-                # The sender freed parts while it decoded on. Those before the window are dropped before their blocks
+                # The sender freed parts while it kept decoding. Those before the window are dropped before their blocks
                 # get a hash, so that they are not cached.
                 sequence.parts.advance(windows.first_seen(num_tokens), windows)
             sequence.computed(num_tokens - sequence.num_computed, self.blocks)
@@ -403,7 +403,7 @@ class Engine(Generic[Logits]):
     def pause(self, sequence: Sequence) -> None:
         """Take a sequence out of the schedule; it keeps its blocks.
 
-        A state that a step under way advances is dropped, because the step's token will be. See `in_step`.
+        If a step under way advances its state, the state is dropped, as the step's token will be. See `in_step`.
         """
         self._unschedule(sequence)
         if self.blocks.states and self._under_way and self._under_way.has_row_of(sequence):
@@ -412,7 +412,7 @@ class Engine(Generic[Logits]):
     def resume(self, sequence: Sequence) -> None:
         """Schedule a paused sequence again. Without blocks or without its state, its KV is recomputed first."""
         has_lost_state = self.blocks.states is not None and not sequence.state_slots
-        if sequence.num_missing > 1 or has_lost_state:  # the first: paused while its KV was being recomputed
+        if sequence.num_missing > 1 or has_lost_state:  # num_missing: paused while its KV was being recomputed
             sequence.release(self.blocks)
         self.decoding.start(sequence)
 
@@ -442,7 +442,7 @@ class Engine(Generic[Logits]):
     def _fail(self, sequence: Sequence, result: StepResult) -> None:
         """End a sequence without a next token.
 
-        Uncache its blocks unless its constraints are the cause: their KV may be corrupt.
+        Uncache its blocks, whose KV may be corrupt, unless its constraints are the cause.
         """
         self.end(sequence)
         if not sequence.is_contradicted:
@@ -491,6 +491,6 @@ class Engine(Generic[Logits]):
 
     @property
     def num_queued_tokens(self) -> int:
-        """Tokens still to be computed here, not counting one per decoding sequence."""
+        """Tokens still to be computed here, except the next token of each decoding sequence."""
         again = sum(sequence.num_missing for sequence in self.decoding.preempted)
         return self.prompts.num_queued_tokens + again

@@ -25,9 +25,9 @@ from engine.kv.pool import KVPool
 
 # Keys per gather, all rows together. Bounds the memory of a step beside the pool.
 _MAX_GATHERED = 1 << 16
-# Gathered keys over needed keys.
+# Maximum ratio of gathered to needed keys.
 _MAX_PADDING = 2.0
-# Queries whose scores are computed at a time where torch has no fused attention.
+# Queries scored at a time where torch has no fused attention.
 _SCORED_AT_ONCE = 256
 
 
@@ -61,7 +61,7 @@ class Singles:
     tokens_R: Tensor
     runs_2RKB: Tensor
     mask_R11L: Tensor
-    # Number of the L keys that every row has, and that the longest one has.
+    # Number of keys of the shortest row, and of the longest one.
     fewest_keys: int
     most_keys: int
 
@@ -75,7 +75,7 @@ class Singles:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """Blocks and keys that each row of a batch attends to, for one window or chunk, or none, and a number of heads."""
+    """Blocks and keys that each row of a batch attends to, for one window or chunk (or neither) and number of heads."""
 
     prompts: list[PromptQueries]
     singles: list[Singles]
@@ -140,7 +140,7 @@ def paged_attention(q_THD: Tensor, pool: KVPool, attention: LayerAttention, plan
 
 @dataclass(frozen=True)
 class ScoreRule:
-    """How attention turns products of queries and keys into weights; see LayerAttention."""
+    """Rule that turns products of queries and keys into weights; see LayerAttention."""
 
     scale: float
     soft_cap: float | None = None
@@ -162,7 +162,7 @@ def attend_prompt(q_QKGD: Tensor, k_KLD: Tensor, v_KLD: Tensor, mask_QL: Tensor 
 
 
 def _attend(q_QD: Tensor, k_LD: Tensor, v_LD: Tensor, mask_QL: Tensor | None, rule: ScoreRule) -> Tensor:
-    """Attend queries to keys, over any leading dimensions. mask: None: causal, Q = L. rule.sinks: one per query."""
+    """Attend queries to keys, over any leading dimensions. mask None: causal, with Q = L. rule.sinks: one per query."""
     if rule.soft_cap is None and rule.sinks_KG is None:
         return F.scaled_dot_product_attention(
             q_QD, k_LD, v_LD, attn_mask=mask_QL, is_causal=mask_QL is None, scale=rule.scale

@@ -2,8 +2,8 @@
 
     score_tj = sum over g of weight_tg relu(q_tg . key_j)      t query, j position up to its own, g index head
 
-A query attends to the `top_k` positions with the largest scores, of equal ones to the first. Index keys are the last
-numbers of latent rows. Sequences of at most `top_k` positions are attended to as a whole, without scores.
+A query attends to the `top_k` positions with the largest scores, and of equal scores to the first. Index keys are the
+last numbers of latent rows. Sequences of at most `top_k` positions are attended to as a whole, without scores.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from engine.kv.pool import KVPool
 # T tokens of the step, Q queries of one part of it, R rows, B blocks, L keys, G index heads, I numbers of an index key,
 # U chosen positions
 
-# Products of queries and keys at a time, in fp32.
+# Products of queries and keys that are held at a time, in fp32.
 PRODUCTS_AT_ONCE = 1 << 24
 
 
@@ -35,7 +35,7 @@ class Seekers:
     tokens_Q: Tensor
     # Positions that each query sees, its own included.
     contexts_Q: Tensor
-    # Blocks, R = Q or R = 1.
+    # Block tables; R = Q or R = 1.
     tables_RB: Tensor
     # Upper bound of the contexts, on the host.
     longest: int
@@ -50,7 +50,7 @@ class ChosenPositions:
     positions_QU: Tensor
     # Places in the pool: block id * S + offset.
     slots_QU: Tensor
-    # Whether the position is one of the query's context, which may have fewer than U.
+    # True for positions in the query's context, which may have fewer than U.
     is_seen_QU: Tensor
 
     def mask(self, num_keys: int, dtype: torch.dtype) -> Tensor:
@@ -72,11 +72,11 @@ class IndexedTokens:
     index: IndexConfig
     q_TGI: Tensor
     key_TI: Tensor
-    # fp32, with the factors of heads and products.
+    # fp32, including the scale of the scores.
     weights_TG: Tensor
 
     def choose(self, pool: KVPool, layer: int, seekers: Seekers) -> ChosenPositions | None:
-        """Choose positions by the index keys in the pool; None if every query attends to all that it sees."""
+        """Choose positions by the index keys in the pool; None if every query attends to all positions that it sees."""
         if seekers.longest <= self.index.top_k:
             return None
         block_size = pool.layout.block_size

@@ -38,7 +38,7 @@ class ChoosingQueries:
     _contexts_Q: Tensor
     _tables_RB: Tensor
     _tile: int
-    # Keys of each tile that are scored, 0 if its queries see at most top_k.
+    # Number of keys scored for each tile; 0 if its queries see at most top_k.
     _scored_R: Tensor
     _scoring: Splits
     # Columns of the scores.
@@ -46,12 +46,12 @@ class ChoosingQueries:
     # Positions that each query attends to.
     _counts_Q: Tensor
     _attending: Splits
-    # Slots of the positions, of the last layer that has an indexer.
+    # Slots that the last layer with an indexer chose.
     _slots_QU: Tensor | None = None
 
     @classmethod
     def of(cls, seekers: Seekers, *, are_all: bool, top_k: int, expansion: Expansion) -> Iterator[ChoosingQueries]:
-        """Yield the queries, as many at a time as PART_BYTES permit. are_all: they are all tokens of the step."""
+        """Yield the queries, as many at a time as PART_BYTES permit. are_all: True if they are all of the step."""
         num_heads, _, latent_dim = expansion.value_HWC.shape
         tile = 1 if len(seekers.tables_RB) == len(seekers.tokens_Q) else TILE_QUERIES
         width = cdiv(seekers.longest, _ALIGNED) * _ALIGNED

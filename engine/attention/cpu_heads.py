@@ -49,7 +49,7 @@ class CompiledHeads:
         by_tiles: bool = False,
         has_windows: bool = True,
     ) -> None:
-        """by_tiles: use AMX where possible. has_windows: False if no layer that is computed frees blocks."""
+        """by_tiles: use AMX where possible. has_windows: False if no computed layer frees blocks."""
         self._kernels = kernels
         self._pool = pool
         self._by_tiles = by_tiles
@@ -145,7 +145,7 @@ class StepRows:
     def __init__(
         self, batch: Batch, angles: Angles, states: StateSlots | None = None, windowed: Batch | None = None
     ) -> None:
-        """states: of a model that has some. windowed: the batch in layers with a window, if they free blocks."""
+        """states: None if the model has none. windowed: the batch in layers with a window, if they free blocks."""
         self.batch = batch
         self.windowed = windowed
         # May be a view of a wider array.

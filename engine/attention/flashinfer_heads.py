@@ -1,8 +1,8 @@
 """Attention of steps with prompts by FlashInfer (`pip install flashinfer-python`), if installed and faster.
 
 Ye et al. 2025, arXiv:2501.01005. Its layout HND, (blocks, 2, heads, block size, head_dim), is our pool's layout.
-It computes all rows of steps with a prompt, for pools in the queries' dtype, plain attention and supported head sizes.
-Our kernels store the KV and compute the other layers. Not yet run on a GPU here: tests use a stand-in with its
+FlashInfer computes all rows of steps with a prompt, for pools in the queries' dtype, plain attention and supported head
+sizes. Our kernels store the KV and compute the other layers. Not yet run on a GPU here: tests use a stand-in with its
 signatures.
 """
 
@@ -194,5 +194,5 @@ def _device_seconds(run: Callable[[], object]) -> float:
 
 
 def _begins(counts_R: Any) -> Tensor:
-    """Return offsets, (R + 1,) int32 on the host."""
+    """Return the running totals of `counts_R`, from 0: (R + 1,) int32 on the host."""
     return torch.from_numpy(np.cumsum([0, *counts_R]).astype(np.int32))

@@ -38,7 +38,7 @@ class Heads(Protocol):
 
 
 class WindowedHeads:
-    """Implements Heads for a pool whose layers with a window have other block tables; see KVPool.window_of."""
+    """Implements Heads for a pool whose layers with a window have separate block tables; see KVPool.window_of."""
 
     def __init__(self, layout: KVLayout, whole: Heads, windowed: Heads) -> None:
         """whole: backend of the layers that keep all blocks. windowed: the same, over `Batch.in_windows`."""

@@ -122,7 +122,7 @@ class LatentHeads(Protocol):
         ...
 
     def attend(self, layer: int, q_THD: Tensor, expansion: Expansion) -> Tensor:
-        """Attend to the keys up to and including each query's own, or to the chosen ones of them: (T, H, W).
+        """Attend to the keys up to each query's own, or only to the chosen ones: (T, H, W).
 
         q_THD: result of `store` for this layer.
         """
@@ -140,7 +140,7 @@ class TorchLatentHeads:
         self._slots_T = torch.from_numpy(batch.slots).to(pool.device)
         self._positions_T = torch.from_numpy(batch.positions).to(pool.device)
         self._plan = AttentionPlans(batch, pool, dtype=rotation.cos_T1F.dtype).of(LayerAttention(layer=0, scale=scale))
-        # By part of the plan, of the last layer that has an indexer.
+        # One for each part of the plan, from the last layer that has an indexer.
         self._chosen: list[ChosenPositions | None] = [None] * (len(self._plan.prompts) + len(self._plan.singles))
 
     def store(
@@ -195,7 +195,7 @@ class TorchLatentHeads:
         expansion: Expansion,
         chosen: ChosenPositions | None,
     ) -> Tensor:
-        """Attend for a row with several queries. Chosen positions are a mask: other queries need the other keys."""
+        """Attend for a row with several queries. Keys not chosen are masked, because other queries need them."""
         rows_LD = prompt.gather(self._pool, layer, q_THD.dtype)[0, 0, 0]
         mask_QL = prompt.mask_QL if chosen is None else chosen.mask(rows_LD.shape[0], q_THD.dtype)
         latent_LC, key_LP = expansion.parts_of(rows_LD, rope_dim=self._rotation.rope_dim)
@@ -219,7 +219,7 @@ class TorchLatentHeads:
         return self._attend_rows(q_THD[chosen.tokens_Q], rows_RUD.unsqueeze(1), mask_R11U, expansion)
 
     def _attend_rows(self, q_RHD: Tensor, rows_R1LD: Tensor, mask_R11L: Tensor, expansion: Expansion) -> Tensor:
-        """Attend for rows with one query to their keys, as the pool stores them: (R, H, W)."""
+        """Attend for rows with one query each, to keys as the pool stores them: (R, H, W)."""
         q_R1HD = expansion.absorb_keys(q_RHD).unsqueeze(1)
         mask_R1HL = mask_R11L.expand(-1, -1, q_R1HD.shape[2], -1)
         latents_R1LC = rows_R1LD[..., : expansion.latent_dim]

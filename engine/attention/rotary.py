@@ -61,7 +61,7 @@ class Rotary:
     def _dynamic_frequencies(self, positions_T: Tensor) -> Tensor:
         """Return the frequencies of dynamic NTK: beyond the trained range the base grows with the sequence length.
 
-        The length here is that up to each token, as in token-by-token decoding. A token's KV thus does not depend on
+        The length is counted up to each token, as in token-by-token decoding. A token's KV thus does not depend on
         later tokens, and a cached prefix stays valid.
         """
         factor, dim, max_position = self._rope.factor, self._rope.dim, self._rope.max_position

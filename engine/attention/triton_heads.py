@@ -26,8 +26,8 @@ from engine.kv.pool import KVPool
 # T tokens, R rows, H query heads and K kv heads of this rank, N = H + 2 K, D head_dim, F = D / 2, L keys of all
 # prompts, N gathered blocks
 
-# From so many queries of a key on, on the average, gathering it costs less than reading blocks in place: of the rate of
-# matrix products, the kernels reach .63 and .50, over 8 bits about .25 (docs/benchmarks/gpu.md).
+# Average queries per key from which gathering keys costs less than reading blocks in place. Of the device's matrix
+# rate, gathering reaches .63, reading in place .50, or about .25 over 8 bits (docs/benchmarks/gpu.md).
 MIN_QUERIES, MIN_QUERIES_OF_CODES = 256, 64
 # Per layer, beside the pool; above this, blocks are read in place.
 MOST_GATHERED_BYTES = 1 << 28
@@ -101,7 +101,7 @@ class KernelHeads:
         return out_THD if attention.basis is None else change_basis(out_THD, attention.basis.outputs)
 
     def _store_in_basis(self, attention: LayerAttention, basis: KVBasis, heads_TND: Tensor) -> Tensor:
-        """Do the same as launch_store_heads, in parts: a product with whole matrices does not pay per token."""
+        """Do the same as launch_store_heads, in separate steps: fusing whole matrix products per token does not pay."""
         num_kv, angles = len(basis.keys), self._angles[attention.rope]
         parts = torch.split(heads_TND, [heads_TND.shape[1] - 2 * num_kv, num_kv, num_kv], dim=1)
         norms = (attention.q_norm, attention.k_norm, attention.v_norm)

@@ -87,7 +87,7 @@ class KernelLatentHeads:
         return rotated_THD
 
     def _find_choosing(self, top_k: int, expansion: Expansion) -> None:
-        """Find the queries that choose positions; prompts attend densely only if all of them may."""
+        """Find the queries that choose positions; prompts attend densely only if none of them has to choose."""
         self._knows_choosing = True
         singles, rows = self._batch.query_groups, self._batch.prompts
         if singles and singles.longest > top_k:

@@ -142,7 +142,7 @@ class KeptRows:
         return self._ends_R
 
     def ends_of(self, kept: Ints, starts: Ints, query_lens: Ints) -> tuple[Ints, Ints]:
-        """Return (R,) end positions of the next step's rows and (R,) counts of their new blocks. See RowChanges."""
+        """Return the end positions of the next step's rows (R,), and the counts of their new blocks; see RowChanges."""
         is_new = kept < 0
         starts_R = np.append(self._ends_R, 0)[kept]
         held_R = num_blocks(starts_R, self._block_size)

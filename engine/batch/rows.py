@@ -123,7 +123,7 @@ class RowChanges:
 
 
 def slots_in_windows(slots: Ints, window_of: Ints, block_size: int) -> Ints:
-    """Return the slots in layers with a window of the positions at `slots`. window_of: see KVPool."""
+    """Map slots of positions to their slots in layers with a window. window_of: see KVPool."""
     blocks, offsets = np.divmod(slots, block_size)
     slots_in_parts: Ints = window_of[blocks] * block_size + offsets
     return slots_in_parts

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 # Compiled kernels without AMX, compiled kernels with AMX, torch; on a GPU weights in the activations' dtype, FP8.
 KERNELS, TILES, TORCH, FP8 = "kernels", "tiles", "torch", "fp8"
-# Smaller gains are noise, or are lost again between calls from Python.
+# Smaller gains are noise, or are lost in calls from Python.
 _GAIN = 1.3
 # The best of these counts, because other processes use the machine too.
 _TRIES = 5

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 _HUGE = 2 << 20
-# Of the last huge page that is touched in a chunk, half is lost on average; the rest of a chunk takes no memory.
+# Chunk size. On average, half of the last huge page touched in a chunk is wasted; untouched pages take no memory.
 _CHUNK = 256 << 20
 _POPULATED_AT_ONCE = 32 << 20
 _LINE = 64

@@ -206,7 +206,7 @@ class AttentionCall(ctypes.Structure):
 
 
 class AddNormCall(ctypes.Structure):
-    """Norm that is added to the residual stream; see norm.h."""
+    """Norm of an update, and its addition to the residual stream; see norm.h."""
 
     _fields_ = (("kind", c_int32), ("norm", Norm), ("update", c_void_p), ("x", c_void_p), ("features", c_int64))
 

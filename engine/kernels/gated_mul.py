@@ -31,7 +31,7 @@ _BLOCK = 1024
 
 @dataclass(frozen=True)
 class GatedActivation:
-    """Activation. alpha and limit: of swigluoai."""
+    """Activation of an MLP. alpha, limit: parameters of swigluoai."""
 
     kind: Kind
     alpha: float = 1.0
@@ -110,7 +110,7 @@ def gated(gate: tl.tensor, up: tl.tensor, alpha: tl.tensor, limit: tl.tensor, KI
         up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up)) + 1.0
         x = alpha * gate
     if KIND != "silu":
-        # The cube is large; exp stays finite.
+        # The cube may be large; this bound keeps exp finite.
         x = tl.where(x < -80.0, -80.0, x)
     return gate / (1.0 + tl.exp(-x)) * up
 

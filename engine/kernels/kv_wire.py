@@ -1,8 +1,8 @@
 """Packing of KV between a pool and a segment's payload: gathers, selects heads, and quantizes for narrow wires.
 
 Payload rows are ordered (token, side, head), side being keys, then values. Copying selects the heads of a segment, so
-ranks may hold more or fewer heads on the other side. Works one layer at a time. A latent layout has one side; its rows
-are longer on an 8-bit wire than in the pool, because their last numbers are sent in bf16 (quantize_rows).
+ranks of the two sides may hold different numbers of heads. Works one layer at a time. A latent layout has one side; its
+rows are longer on an 8-bit wire than in the pool, because their last numbers are sent in bf16 (quantize_rows).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def unpack_kv(codes_T2KD: Tensor, scales_T2K: Tensor | None, pool_B2PSD: Tensor,
 
 
 def _compiled_for(pool_B2PSD: Tensor, codes_T2KD: Tensor, scales_T2K: Tensor | None) -> Kernels | None:
-    """Return the CPU kernels if they support this copy: of pools in any dtype, quantized from and to bf16 only."""
+    """Return the CPU kernels if they support this copy: plain in any dtype, quantized from and to bf16 only."""
     is_known = scales_T2K is None or pool_B2PSD.dtype == torch.bfloat16
     if pool_B2PSD.shape[1] != 2 or _exact(pool_B2PSD, codes_T2KD) or not is_known:
         return None

@@ -27,7 +27,7 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Return (x + experts) + update, each sum rounded to x's dtype, and its norm; both (..., E), read and written once.
 
-    update: None if only experts are added. experts: sum over x's rows; x is then (T, E).
+    update: None if only experts are added. experts: one sum per row of x; x is then (T, E).
     """
     add = launch_add_rms_norm if x_E.is_cuda else reference_add_rms_norm
     return add(x_E, update_E, weight_E, eps, experts=experts)

@@ -4,8 +4,8 @@
     the first token, in the order of ids, at which the running sum of kept w exceeds draw * their total
 
 Nothing is sorted: non-negative floats order like their bits, so a limit is found by narrowing an interval of bits, each
-time to a quarter or to its contents. The reference is the sampler's torch path, which accumulates in fp64; this kernel
-uses fp32 in an order that depends on the vocabulary size only.
+time to a quarter, or to the values that it holds. The reference is the sampler's torch path, which accumulates in fp64;
+this kernel uses fp32 in an order that depends on the vocabulary size only.
 
 Log-sum-exp: ln sum(exp(x)) of each row, in fp32. A row's result does not depend on other rows.
 """
@@ -137,9 +137,9 @@ def _limit(
     BY_MASS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """Return the least bound on the bits of z, exclusive, below which tokens reach the goal by count or by mass.
+    """Return the least exclusive bound on the bits of z below which tokens reach the goal, by count or by mass.
 
-    At most `end`.
+    The bound is at most `end`.
     """
     i = tl.arange(0, BLOCK)
     # Tokens below `low` do not reach the goal.

@@ -3,7 +3,7 @@
     stored key = k A        stored query = q inverse(A)^T        their product is q . k
     stored value = v B      output = stored output inverse(B)
 
-int4 rounds all numbers of a row by steps of one size. In a suitable basis these errors change scores and outputs less
+int4 rounds all numbers of a row in steps of one size. In a suitable basis these errors change scores and outputs less
 than in the model's own. `engine.quantization.kv_calibration` finds the bases and writes them to a file of the model
 directory, whose hash is part of the layout's fingerprint: replicas that use other bases do not exchange KV.
 """
@@ -93,7 +93,7 @@ class StoredBases:
 def open_bases(model_dir: Path, layout: KVLayout) -> StoredBases | None:
     """Open a model's bases; None if its pool needs none or has none.
 
-    Raises SpecError for those of another model, and for others than the layout's fingerprint counts.
+    Raises SpecError if they belong to another model, or differ from those in the layout's fingerprint.
     """
     if not layout.basis:
         return None
@@ -103,7 +103,7 @@ def open_bases(model_dir: Path, layout: KVLayout) -> StoredBases | None:
         raise SpecError(f"{model_dir / FILE}: cannot be read: {error}") from error
     if ((file.metadata() or {}).get("model")) != model_config.fingerprint(model_dir):
         raise SpecError(f"{model_dir / FILE} was calibrated for other weights; {_AGAIN}")
-    # After opening: a later file does not replace the opened one.
+    # Check after opening: a file that is written later does not replace the opened one.
     if fingerprint_of_bases(model_dir) != layout.basis:
         raise SpecError(f"{model_dir / FILE} was replaced while the replica started; start it again")
     return StoredBases(file, layout)

@@ -71,7 +71,7 @@ class BlockAllocator:
         return len(self._free) + len(self._cached)
 
     def match(self, hashes: Sequence[bytes], *, after: int = 0) -> int:
-        """Count the leading blocks of this prefix that are present; the first `after` are known to be. Read-only."""
+        """Count the leading blocks of this prefix that are present. Read-only. after: number known to be present."""
         for depth in range(after, len(hashes)):
             if hashes[depth] not in self._block_of:
                 return depth
@@ -83,8 +83,8 @@ class BlockAllocator:
         """Take `num_blocks` blocks, reusing the leading ones that `hashes` find in the cache.
 
         Returns (block ids, number of leading cache hits). Returns None and takes nothing if the pool is full.
-        to_load: places that get new blocks, although the cache may have them; a load then fills all new blocks, so that
-        cached blocks behind a missing one are reused, too. None: nothing is loaded.
+        to_load: places in `hashes` that get new blocks even if cached. A load then fills all new blocks, so that cached
+        blocks behind a missing one are reused, too. None: nothing is loaded.
         """
         known = hashes[:num_blocks]
         if to_load is None:
@@ -185,7 +185,7 @@ class BlockAllocator:
                     self._free.append(block)
 
     def spare(self, hashes: Iterable[bytes]) -> None:
-        """Evict first: cached blocks that another replica also holds."""
+        """Mark cached blocks for early eviction, because another replica also holds them."""
         for prefix_hash in hashes:
             block = self._block_of.get(prefix_hash)
             if block is not None and block in self._cached:

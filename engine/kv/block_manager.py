@@ -18,8 +18,8 @@ class BlockManager(BlockAllocator):
     `states` manages the state slots of models with recurrent layers. Their ids follow the block ids, so that `share`,
     `free`, `quarantine` and `release` accept both in one list.
 
-    The checkpoint of a block is what else a sequence needs to continue behind it: the state at its end, or its part. A
-    model has one of the two kinds, or none.
+    A block's checkpoint is the further data that a sequence needs to continue behind it: the state at its end, or its
+    part. A model has one of the two kinds, or none.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class BlockManager(BlockAllocator):
 
     @property
     def num_usable(self) -> int:
-        """Number of available blocks as routers see it: at most the share of blocks that unreserved parts allow."""
+        """Number of available blocks as routers see it: at most the share of the pool that unreserved parts allow."""
         if not self.windows:
             return self.num_available
         unreserved_share = max(0, self.windows.num_unreserved) / self.windows.num_reservable
@@ -48,7 +48,7 @@ class BlockManager(BlockAllocator):
     def match_reusable(self, hashes: Sequence[bytes]) -> int:
         """Count the leading blocks that a sequence can continue from.
 
-        With states, those up to the last checkpoint; with windows, those behind which a query finds all parts it sees.
+        With states: up to the last checkpoint. With windows: as long as a query behind them finds all its parts.
         """
         depth = self.match(hashes)
         if self.windows:
@@ -56,12 +56,12 @@ class BlockManager(BlockAllocator):
         return depth if self.states is None else self.states.match(hashes[:depth])
 
     def has_part(self, prefix_hash: bytes) -> bool:
-        """Return True if this block is here, and has its part."""
+        """Return True if this block is present and has its part."""
         block = self._block_of.get(prefix_hash)
         return self.windows is not None and block is not None and block in self.windows
 
     def places_without_part(self, hashes: Sequence[bytes]) -> set[int]:
-        """Return the places of the blocks that the query behind this prefix sees, and that are here without parts."""
+        """Return the places of present blocks without parts among those that the query behind this prefix sees."""
         seen = self.windows.seen_from(len(hashes)) if self.windows else ()
         return {place for place in seen if hashes[place] in self and not self.has_part(hashes[place])}
 
@@ -84,7 +84,7 @@ class BlockManager(BlockAllocator):
         return [prefix_hash for prefix_hash in self._block_of if self.has_part(prefix_hash)]
 
     def take_checkpoint_changes(self) -> dict[bytes, bool]:
-        """Return the hashes of blocks whose checkpoint came or went since the last call, with True if there is one."""
+        """Return the hashes of blocks whose checkpoint was made or dropped since the last call; True: it exists."""
         if self.states:
             return self.states.take_changes()
         return self.windows.take_found() if self.windows else {}
@@ -115,8 +115,7 @@ class BlockManager(BlockAllocator):
     def fill_block(self, block: int, prefix_hash: bytes) -> None:
         """Register a held, full, final block under its hash.
 
-        A hash that is already known keeps its first block, unless only this one has its part: without, a block cannot
-        be reused.
+        A known hash keeps its first block, unless only the new block has a part: without one, it cannot be reused.
         """
         known = self._block_of.get(prefix_hash) if self.windows else None
         if self.windows and known is not None and known not in self.windows:
@@ -148,7 +147,7 @@ class BlockManager(BlockAllocator):
             self.windows.forget(block, prefix_hash)
 
     def _without_slots(self, ids: Iterable[int], change: Callable[[StateManager, list[int]], None]) -> Sequence[int]:
-        """Return the blocks among `ids`, after `change` has been applied to the state slots among them."""
+        """Apply `change` to the state slots among `ids`, and return the blocks among them."""
         if self.states is None:
             return ids if isinstance(ids, Sequence) else list(ids)
         blocks, slots = list[int](), list[int]()

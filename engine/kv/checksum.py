@@ -1,4 +1,4 @@
-"""Checksum of KV bytes on a link. It finds accidents; docs/SECURITY.md says what keeps others out.
+"""Checksum of KV bytes on a link. It detects accidental corruption, not attacks; for those see docs/SECURITY.md.
 
 sum over i of word[i] * (2 i + 1)  mod 2^64          over 8-byte words, the last one padded with zeros
 """
@@ -44,7 +44,7 @@ def sum_words(kernels: Kernels, words: Tensor) -> int:
 
 @lru_cache(maxsize=16)
 def _odd_numbers_at_least(count: int) -> Tensor:
-    """Return the odd weights. Host memory shared by the threads of all links, bound to no CUDA stream."""
+    """Return the odd weights. Host memory, shared by the threads of all links; not bound to a CUDA stream."""
     return torch.from_numpy(np.arange(count, dtype=np.int64) * 2 + 1)
 
 

@@ -18,7 +18,7 @@ from engine.kv.reuse_history import ReuseHistory
 
 
 class Origin(IntEnum):
-    """Origin of a block; predicts its reuse before its first reuse.
+    """Origin of a block, which predicts its first reuse.
 
     FIRST: prompt block after an unknown or very common prefix. CONTINUED: prompt block that extends a known sequence.
     GENERATED: block of an answer.

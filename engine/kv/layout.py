@@ -139,7 +139,7 @@ class KVLayout:
 
     @cached_property
     def num_units(self) -> tuple[int, ...]:
-        """Units of each transferred layer that ranks divide among them: KV heads, or those of a part of a state."""
+        """Number of units per transferred layer, divided among ranks: KV heads, or units of one part of a state."""
         return (
             *self.kv_heads,
             *(self.recurrent_layers[layer].parts[part].num_units for layer, part in self.state_parts),
@@ -186,11 +186,11 @@ class KVLayout:
 
     @property
     def window(self) -> int:
-        """Largest window, in tokens, which counts for all layers with one; 0: no layer frees blocks."""
+        """Largest window in tokens, applied to all layers with a window; 0: no layer frees blocks."""
         return max(self.windows, default=0)
 
     def is_windowed(self, layer: int) -> bool:
-        """Return True if the layer keeps only the blocks that coming queries see."""
+        """Return True if the layer keeps only the blocks that later queries see."""
         return bool(self.windows) and self.windows[layer] > 0
 
     @property
@@ -253,7 +253,7 @@ class KVLayout:
 
     @cached_property
     def cache(self) -> CacheShape:
-        """Bytes on one rank."""
+        """Bytes that one rank caches per token, block and sequence."""
         windowed = filter(self.is_windowed, range(self.num_layers))
         return CacheShape(
             block_size=self.block_size,

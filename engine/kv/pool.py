@@ -33,9 +33,9 @@ class KVPool:
     state slots of each recurrent layer; they are unrelated to the slots of tokens.
 
     Layers with a window have `num_window_parts` blocks, called parts, in place of B. `window_of` maps a block id to its
-    part, and is changed by `attach` before each step. A block without a part is mapped to part 0, which stays zero
-    if `num_window_parts` is given. Methods that take a layer and block ids or slots expect those of the layer: see
-    `window_slots`.
+    part, and is changed by `attach` before each step. A block without a part is mapped to part 0, which stays zero if
+    `num_window_parts` is given. Methods that take a layer with block ids or slots expect the layer's own ids and slots;
+    see `window_slots`.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class KVPool:
         """num_spare: extra blocks of the draft layers, after all others, for KV of speculated tokens.
 
         Spare blocks belong to no sequence and are never transferred. num_states: state slots. num_window_parts: None:
-        one for each block, its own.
+        one part per block.
         """
         self.layout = layout
         self.num_blocks = num_blocks
@@ -159,7 +159,7 @@ class KVPool:
     def runs(self, layer: int, tables_RB: Ints) -> Tensor:
         """Return the runs of R equally long block tables for `gather`, (2, R, K, B) int64.
 
-        Valid for every layer with as many heads.
+        Valid for every layer with the same number of heads.
         """
         num_heads = self.layout.heads[layer].num_heads
         num_sides = self.layout.num_sides
@@ -218,7 +218,7 @@ class KVPool:
                 self._scatter(whole_PN.contiguous(), parts, windowed=True)
 
     def _gather(self, ids: Sequence[int], *, windowed: bool, into: Tensor | None = None) -> Tensor:
-        """Copy blocks in the layers without a window, and their features, or parts in those with one."""
+        """Copy the blocks of layers without a window and their features; if `windowed`, parts of layers with one."""
         index_B, tensors = streams.upload_indices(ids, self.device), self._tensors(windowed=windowed)
         chosen = [tensor_BN.index_select(0, index_B) for tensor_BN in tensors]
         payloads = torch.cat(chosen, dim=1, out=None if into is None else into.view(tensors[0].dtype))
@@ -271,7 +271,7 @@ class KVPool:
         return torch.zeros((count, self.layout.place_bytes), dtype=torch.uint8, device=self.device)
 
     def _tensors(self, *, windowed: bool) -> list[Tensor]:
-        """Return codes and scales of the layers with, or without a window, and with those without, features.
+        """Return codes and scales of the layers with a window, or of those without plus the features.
 
         Each is (number of blocks or parts, N), or longer. Viewed as int64 where sizes permit, because torch copies
         bytes one by one.
@@ -345,7 +345,7 @@ class StatePool:
 
 
 def window_manager_of(pool: KVPool, *, max_batch_tokens: int) -> WindowManager | None:
-    """Return the manager of a pool's parts; None if its layers keep every block. max_batch_tokens: of a step."""
+    """Return the manager of a pool's parts; None if its layers keep every block. max_batch_tokens: limit of a step."""
     layout = pool.layout
     if not layout.windows:
         return None

@@ -14,8 +14,8 @@ class StateManager:
     """Allocator of state slots, and cache of checkpoints. Owned by the step thread, as part of a BlockManager.
 
     A sequence of a model with recurrent layers has one slot, which every step overwrites. A checkpoint is a slot with
-    the state at the end of a full block, found by the block's prefix hash. The least recently used checkpoint goes
-    first. Slot ids start at `first`, after those of blocks.
+    the state at the end of a full block, found by the block's prefix hash. The least recently used checkpoint is
+    evicted first. Slot ids start at `first`, after those of blocks.
     """
 
     def __init__(self, num_slots: int, *, first: int, interval: int = 128) -> None:

@@ -25,8 +25,8 @@ PartChanges = list[tuple[int, int]]
 class WindowManager:
     """Allocator of parts, and cache of those that no sequence needs. Owned by the step thread, inside a BlockManager.
 
-    Holders are sequences whose coming queries see the block, and transfers that read or write it. Each reserves the
-    most parts that it holds between steps; admission waits until the reservation fits. Parts for the tokens of the
+    Holders are sequences whose later queries see the block, and transfers that read or write it. Each reserves as many
+    parts as it ever holds between steps; admission waits until the reservation fits. Parts for the tokens of the
     largest step are set aside, because a chunk of a prompt needs them until it is computed.
     """
 
@@ -37,7 +37,7 @@ class WindowManager:
         self.span = window_span(window, block_size)
         # Called with a block. Returns its hash; only the parts of blocks with one are cached. Set by the BlockManager.
         self.hash_of: Callable[[int], bytes | None] = lambda block: None
-        # Called with (part, hash of its block) before a cached part that is evicted is overwritten.
+        # Called with (part, hash of its block) before an evicted part is overwritten.
         self.on_evict: Callable[[int, bytes], None] = lambda part, prefix_hash: None
         self.num_parts = num_parts
         self.num_reserved = 0
@@ -72,7 +72,7 @@ class WindowManager:
         return first_seen(position, self.window, self.block_size)
 
     def num_for(self, num_tokens: int) -> int:
-        """Return the parts to reserve for a sequence of up to `num_tokens`: one for each block, or `most_parts`."""
+        """Return the parts to reserve for a sequence of up to `num_tokens`: one per block, at most `most_parts`."""
         return min(-(-num_tokens // self.block_size), most_parts(self.window, self.block_size))
 
     @property
@@ -99,7 +99,7 @@ class WindowManager:
     def match(self, depth: int, has_part: Callable[[int], bool]) -> int:
         """Return the length of the longest prefix of up to `depth` blocks that a sequence can continue from.
 
-        Every block that the query behind it sees must have a part. has_part: whether the block at a place has one.
+        Every block that the query behind it sees must have a part. has_part: True if the block at a place has one.
         """
         while depth:
             missing = next((place for place in reversed(self.seen_from(depth)) if not has_part(place)), None)
@@ -149,7 +149,7 @@ class WindowManager:
             self._detach(block)
 
     def hashed(self, block: int, prefix_hash: bytes) -> None:
-        """Note that a block has got a hash."""
+        """Record that a block has got a hash."""
         if block in self._part_of:
             self._found[prefix_hash] = True
 
@@ -183,7 +183,7 @@ class WindowManager:
         return list(changes.items())
 
     def take_found(self) -> dict[bytes, bool]:
-        """Return and clear the hashes whose parts came or went since the last call, with True if there is one now."""
+        """Return and clear the hashes whose parts were attached or lost since the last call; True: it has one."""
         found, self._found = self._found, {}
         return found
 
@@ -220,7 +220,7 @@ class HeldParts:
         return self.first + len(self.blocks)
 
     def reserve(self, num_parts: int, windows: WindowManager) -> None:
-        """Reserve parts, even if there are fewer: a caller that may wait checks WindowManager.num_unreserved before."""
+        """Reserve parts, even if too few are left: a caller that can wait checks WindowManager.num_unreserved first."""
         self.reserved += num_parts
         windows.num_reserved += num_parts
 

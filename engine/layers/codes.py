@@ -335,7 +335,7 @@ def _panels(rows: Codes, *, is_float: bool) -> Tensor:
     """Arrange rows in panels: (P, N, B)."""
     codes_PNU864 = _by_panel(torch.unflatten(rows.codes_ONU32, -1, (8, 4)))
     if is_float:
-        # Of four outputs, the first two inputs before the others.
+        # Of each four outputs, the first two inputs precede the other two.
         codes_PNU864 = torch.unflatten(codes_PNU864, -1, (4, 4, 2, 2)).transpose(-3, -2).flatten(-4)
     codes = torch.cat([part.flatten(3) for part in _planes(codes_PNU864, rows.bits)], dim=-1)
     return torch.cat([*(_by_panel(head).flatten(2) for head in rows.heads), codes.flatten(2)], dim=-1)

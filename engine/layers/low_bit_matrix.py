@@ -138,7 +138,7 @@ class CodedMatrix:
 
 
 def coded_part(panels: CodePanels, order_I: Tensor | None = None, activations: torch.dtype | None = None) -> CodedPart:
-    """Build a part with counters of its own. activations: as in GroupedWeight."""
+    """Build a part with new counters. activations: as in GroupedWeight."""
     counters = new_counters(panels.shape[0], panels.words.device)
     is_fp8 = panels.kind == E4M3 and not panels.group and activations == torch.float8_e4m3fn
     is_supported = has_tile_copies(panels.words.device) and panels.shape[0] % _FP8_OUTPUTS == 0

@@ -107,7 +107,7 @@ class PackedMatrix:
     def fix(self) -> None:
         """Use one summation order for any number of rows: that of AMX, if available.
 
-        Integer products need none. Low-bit products keep the order without AMX, which groups rows differently
+        Integer products need no fixed order. Low-bit products keep the order without AMX, which groups rows differently
         (few_bits.h).
         """
         kind = self._parts[0].kind

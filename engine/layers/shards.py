@@ -180,7 +180,7 @@ class ShardReader:
         return self.checkpoint.quantized(f"{name}.weight", rows=rows, columns=columns)
 
     def _place(self, tensor: Tensor) -> Tensor:
-        # One view of a file would keep all of its pages resident.
+        # Copy, because a single view of a file would keep all of its pages resident.
         return tensor.to(device=self.device, dtype=self.dtype, copy=True).contiguous()
 
 

@@ -14,7 +14,7 @@ class AuxHiddenStates:
     """Hidden states collected in one step. Layers that are not requested cost nothing."""
 
     def __init__(self, layers: Sequence[int]) -> None:
-        """layers: layer counts after which states are collected; 0: the embedding; all: before the final norm."""
+        """layers: numbers of layers after which states are collected; 0: the embedding; all: before the final norm."""
         self._layers = frozenset(layers)
         self._states: dict[int, Tensor] = {}
         # Token ids of the step on the device, set at its start.

@@ -24,7 +24,7 @@ from engine.model.gated_mlp import GatedMLP
 from engine.model.layer_kinds import RecurrentLayer
 from engine.model.recurrent_mixers import DeltaNet, ShortConv
 
-# Minimum number of positions without logits for which the last layer skips them after its KV or state.
+# Minimum number of positions without logits at which the last layer skips them after storing its KV or state.
 _WORTH_LEAVING_OUT = 32
 
 AnyLayer = DecoderLayer | RecurrentLayer

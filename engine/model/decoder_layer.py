@@ -118,7 +118,7 @@ class DecoderLayer:
 
     @property
     def written(self) -> int | None:
-        """Layer of the pool that it writes; None if it reads another one's keys and values."""
+        """Layer of the pool that this layer writes; None if it reads another one's keys and values."""
         return self.attention.layer if self.attention.stores else None
 
     def end(self, x: Residual, per_layer_TP: Tensor | None) -> None:

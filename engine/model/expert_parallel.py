@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 # Steps between two placements of a layer's experts. Layers are staggered, never two in a step.
 STEPS_BETWEEN_PLANS = 1000
-# Minimum ratio of the busiest rank's load to that under the new plan.
+# Minimum ratio of the busiest rank's load now to its load under the new plan.
 _WORTH_MOVING = 1.1
 
 Placement = list[list[int]]  # per rank, the experts that it holds, in the order of its places
@@ -64,7 +64,7 @@ class SpreadExperts:
     ) -> None:
         """read: builds a bank of the given experts. turn: steps by which this layer's planning is delayed.
 
-        weighs_inputs: whether the weights multiply the experts' inputs (Llama 4).
+        weighs_inputs: True if the weights multiply the experts' inputs (Llama 4).
         """
         self._read = read
         self._parallel = parallel
@@ -152,7 +152,7 @@ def plan_experts(counts: Sequence[float], *, ranks: int, redundant: int = 0) -> 
     room = [num_places * (rank + 1) // ranks - num_places * rank // ranks for rank in range(ranks)]
     load = [0.0] * ranks
     placement: Placement = [[] for _ in range(ranks)]
-    # The most copied first, while there is room for them everywhere; then by weight.
+    # Place the most copied experts first, while every rank has room for them; then by load.
     for expert in sorted(range(len(counts)), key=lambda x: (-copies[x], -counts[x], x)):
         share = counts[expert] / copies[expert]
         free = [rank for rank in range(ranks) if room[rank]]

@@ -6,7 +6,7 @@ The ranks of a replica share the experts in one of two ways, with equal results:
     SpreadExperts   every rank has some whole experts; tokens are exchanged (expert_parallel.py)
 
 A shared expert (used by all tokens) is as wide as several others. On a GPU, where experts are computed at once, it is
-cut into that many pieces, which follow the others in the bank and are chosen by every token; it needs no own kernel.
+cut into that many pieces, which follow the others in the bank and are chosen by every token.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class SplitExperts:
 
     bank: Bank
     parallel: TensorParallel
-    weighs_inputs: bool = False  # whether the weights multiply the experts' inputs (Llama 4)
+    weighs_inputs: bool = False  # True if the weights multiply the experts' inputs (Llama 4)
 
     def __call__(self, x_TE: Tensor, choices: RoutedTokens) -> Tensor | ExpertSum:
         weights_TC = choices.weights_TC
@@ -227,7 +227,7 @@ MLP = GatedMLP | SparseMLP | ExpertsBesideMLP
 
 
 def expected_tensors(config: ModelConfig, layer: int) -> Mapping[str, Shape]:
-    """Return the tensors of one layer's MLP: its router and experts, those of a dense one, or both."""
+    """Return the tensors of one layer's MLP: its router and experts, a dense MLP, or both."""
     shape, hidden, block = config.experts, config.hidden_size, f"model.layers.{layer}.mlp"
     if shape is None or not config.layers[layer].is_sparse:
         return expected_dense_tensors(config, layer)

@@ -66,6 +66,6 @@ def expected_tensors(config: ModelConfig, layer: int) -> Mapping[str, Shape]:
 
 
 def mlp_tensors(name: str, inputs: Sequence[str], width: int, features: int, *, has_bias: bool) -> dict[str, Shape]:
-    """Return the tensors of an MLP or expert. inputs: names of the matrices that multiply its input, of this width."""
+    """Return the tensors of an MLP or expert. inputs: names of its first matrices, each (features, width)."""
     shapes = dict.fromkeys(inputs, (features, width)) | {"down_proj": (width, features)}
     return expected_matrices(name, {matrix: (shape, has_bias) for matrix, shape in shapes.items()})

@@ -1,4 +1,4 @@
-"""Kinds of layers, and those without attention: recurrent ones, and those of an MLP alone (Nemotron-H)."""
+"""Kinds of layers, and the layers without attention: recurrent layers, and MLPs alone (Nemotron-H)."""
 
 from __future__ import annotations
 

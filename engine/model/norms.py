@@ -26,7 +26,7 @@ class MLPNorms(NamedTuple):
 
 
 def mlp_norms(config: ModelConfig) -> MLPNorms:
-    """Return the names of the MLP's norms. With norms after attention too, Llama's names move by one."""
+    """Return the names of the MLP's norms. If attention has a norm after it, Llama's names shift by one."""
     if not config.has_post_norms:
         return MLPNorms("post_attention_layernorm", "")
     return MLPNorms("pre_feedforward_layernorm" if config.has_pre_norms else "", "post_feedforward_layernorm")

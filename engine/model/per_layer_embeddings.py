@@ -1,4 +1,4 @@
-"""Embeddings that each layer has for itself: Gemma 4, after Gemma 3n's per-layer embeddings.
+"""Embeddings specific to each layer: Gemma 4, after Gemma 3n's per-layer embeddings.
 
 e_l   = (table(token)_l sqrt(P) + norm(projection(x)_l)) / sqrt(2)         x: the token's embedding, once per step
 x     = x + norm(up(act(gate(x)) e_l))                                   at the end of layer l

@@ -177,8 +177,8 @@ class Transformer:
     ) -> Tensor:
         """Compute a step whose batch is on the device, with the GPU kernels.
 
-        others: replaces the attention backend. states: if the model has recurrent layers. If `hindrance` is None,
-        nothing here waits for the device or depends on values there.
+        others: replaces the attention backend. states: None if the model has no recurrent layers. If `hindrance` is
+        None, nothing here waits for the device or depends on values there.
         """
         inputs = self._inputs(batch.token_ids_T, batch.positions_T, aux_hidden_states)
         heads: Heads | KernelLatentHeads
@@ -251,7 +251,7 @@ class Transformer:
         return logits_RV if cap is None else torch.tanh(logits_RV / cap) * cap
 
     def _angles(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Angles, Tensor | None]:
-        """Return the angles of each rotation, with none for layers without one last, and the factors of queries.
+        """Return the angles of each rotation, last empty ones for layers without a rotation, and factors of queries.
 
         The factors are (T, 1, 1), or None if the model has none.
         """

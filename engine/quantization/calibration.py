@@ -60,7 +60,7 @@ def inputs_of(
 
 
 def prompts_of_text(model_dir: Path, text: str, *, length: int, num_tokens: int) -> list[list[int]]:
-    """Cut the first `num_tokens` tokens of a text into prompts of `length`. Raises SpecError if there is not one."""
+    """Cut the first `num_tokens` tokens of a text into prompts of `length`. Raises SpecError for a shorter text."""
     ids = open_tokenizer(model_dir).encode(text, add_special_tokens=False).ids
     if len(ids) < length:
         raise SpecError(f"the calibration text has {len(ids)} tokens; at least {length} are needed")

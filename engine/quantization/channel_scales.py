@@ -54,7 +54,7 @@ class Fold:
 
 @dataclass(frozen=True)
 class ChannelScales:
-    """Factors by tensor name without suffix: of a matrix's columns, and divisors of a norm or of a matrix's rows."""
+    """Scales by tensor name without suffix: factors of a matrix's columns; divisors of a norm or of a matrix's rows."""
 
     columns: dict[str, Tensor] = field(default_factory=dict)
     rows: dict[str, Tensor] = field(default_factory=dict)
@@ -78,7 +78,7 @@ class ChannelScales:
 def find_folds(names: Iterable[str], config: ModelConfig) -> list[Fold]:
     """Return the folds of a model. names: tensors without `.weight`.
 
-    Leaves out norms that add 1 to their weight, norms of outputs, and values that pass a norm: folds change those.
+    Leaves out norms that add 1 to their weight, norms of outputs, and normed values: folds would change results.
     """
     if config.recurrent_layers or config.has_attention_gate or (config.latent and config.latent.index):
         return []  # other matrices read these norms, too
@@ -149,5 +149,5 @@ def _error(scales_I: Tensor, matrices: Sequence[tuple[Tensor, Tensor]], scheme_f
 
 
 def _some(items: Some, most: int) -> Some:
-    """Return at most so many of the items, evenly spaced."""
+    """Return at most `most` of the items, evenly spaced."""
     return items[:: -(-len(items) // most)]

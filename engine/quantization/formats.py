@@ -1,4 +1,4 @@
-"""Formats that `cluster quantize` writes, and the rounding of a matrix in one. FORMATS has a row for each.
+"""Formats that `cluster quantize` writes, and the rounding of a matrix to one of them. FORMATS has a row for each.
 
     fp8           weight e4m3, weight_scale_inv fp32 per block of 128 x 128
     fp8_dynamic   weight e4m3, weight_scale fp32 per output
@@ -48,7 +48,7 @@ _DAMPING = 0.01
 
 @dataclass(frozen=True)
 class Coded:
-    """Rounded matrix, fp32: weight = (number - zero) * scale. Scales are the stored ones over the global scale."""
+    """Rounded matrix, fp32: weight = (number - zero) * scale. Scales: the stored ones divided by the global scale."""
 
     numbers_OI: Tensor
     scales_OG: Tensor
@@ -203,7 +203,7 @@ def _fp8_config(group: int, ignore: Sequence[str]) -> dict[str, Any]:
 
 
 def _scheme_config(layout: str, *, rounds_inputs: bool = False, **weights: Any) -> _Config:
-    """Return the settings that compressed-tensors reads. rounds_inputs: engines may round activations per token."""
+    """Return a builder of compressed-tensors' settings. rounds_inputs: engines may round activations per token."""
 
     def config(group: int, ignore: Sequence[str]) -> dict[str, Any]:
         settings = {"symmetric": True, "dynamic": False, "strategy": "group" if group else "channel"}
@@ -223,7 +223,7 @@ def _scheme_config(layout: str, *, rounds_inputs: bool = False, **weights: Any) 
 
 @dataclass(frozen=True, kw_only=True)
 class WrittenFormat:
-    """Row of the table."""
+    """Row of FORMATS."""
 
     bits: int
     # Largest number of the codes.

@@ -9,11 +9,11 @@ Readers of keys are queries. An error of the score of key s changes the output b
 that s gets and v its value, so the weight is the squared norm of that, after the output projection. Readers of values
 are the rows of the output projection, weighted by p^2.
 
-With norms for ranges and weights of rows only, the sum is least if B diagonalizes the covariances of rows and readers
-and scales each direction by the fourth root of their ratio. From there gradient descent continues. The zero point of a
-row stores a multiple of its first number exactly (rotated, it is the constant vector): there the first basis puts the
-rows' mean, 60 % of the energy of SmolLM2's keys. Unlike a subtracted mean, this also suits rows far from the mean, soft
-caps and sinks.
+If norms replace ranges and weights depend on rows only, the sum is least where B diagonalizes the covariances of rows
+and readers and scales each direction by the fourth root of their ratio. Gradient descent continues from there. The zero
+point of a row stores a multiple of its first number exactly (rotated, it is the constant vector): the first basis puts
+the rows' mean there, which is 60 % of the energy of SmolLM2's keys. Unlike a subtracted mean, this also suits rows far
+from the mean, soft caps and sinks.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def bases_of(
     *,
     num_steps: int = _STEPS,
 ) -> dict[str, Tensor]:
-    """Return the matrices of `write_bases`, bf16. say: receives lines of progress. num_steps: of gradient descent.
+    """Return the matrices for `write_bases`, in bf16. say: receives lines of progress. num_steps: of gradient descent.
 
     Runs on the CPU in fp32. Raises SpecError for latent attention.
     """
@@ -83,7 +83,7 @@ def bases_of(
 
 @dataclass
 class _Observer:
-    """Heads of one prompt that keeps each layer's queries, keys and values. Implements engine.attention.heads.Heads."""
+    """Attention backend (engine.attention.heads.Heads) that records one prompt's queries, keys and values per layer."""
 
     heads: Heads
     pool: KVPool
@@ -152,7 +152,7 @@ class _Seen:
 
 
 def _first_basis(seen: Sequence[_Seen]) -> Tensor:
-    """Return `_basis` of the rows. The root keeps the many rows with little weight from losing all of the basis."""
+    """Return `_basis` of the rows. Rows count by the root of their weight, so that the many light rows still count."""
     rows_ND = torch.cat([one.rows_TD for one in seen]).double()
     readers_ND = torch.cat([one.readers_RD for one in seen]).double()
     weights_N1 = torch.cat([one.weights_RT.sum(0).sqrt() for one in seen]).double().unsqueeze(1)
@@ -188,7 +188,7 @@ def _floored(values_D: Tensor) -> Tensor:
 
 
 def _refined(basis_DD: Tensor, seen: Sequence[_Seen], num_steps: int = _STEPS) -> Tensor:
-    """Return a basis near `basis` in which the errors add less to the output, bf16."""
+    """Return a basis near `basis` in which errors add less to the output, in bf16."""
     basis_DD = basis_DD.float()
     rows = [one.rows_TD @ basis_DD for one in seen]
     readers = [one.readers_RD @ torch.linalg.inv(basis_DD).mT for one in seen]

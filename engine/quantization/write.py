@@ -152,7 +152,7 @@ class _Source:
     def fit_group(self, kind: str, *, is_given: bool) -> str:
         """Replace a default group that does not divide the inputs of every matrix, and return a line about it.
 
-        Raises SpecError for other groups that do not divide them.
+        Raises SpecError if a given group does not divide them, or no group does.
         """
         widths = {self.checkpoint.shapes[f"{stem}.weight"][1]: stem for stem in sorted(self.matrices)}
         width = next((width for width in widths if self.group and width % self.group), None)
@@ -168,7 +168,7 @@ class _Source:
         return f"{line}: using groups of {self.group}"
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """Return the tensors to write for a source tensor: itself, or the parts of a matrix; with channel scales."""
+        """Return the tensors to write for a source tensor: itself or a matrix's parts, with channel scales applied."""
         stored = self.checkpoint.read(name)
         tensor = self.scales.apply(name, stored)
         stem, _, last = name.rpartition(".")
@@ -193,7 +193,7 @@ class _Source:
 
 
 def by_stored_name(checkpoint: Checkpoint, grams: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Key Gram matrices, which have the model's names, by the names in the files; parts of a fused one are equal."""
+    """Rename Gram matrices from the model's names to the files'; the parts of a fused matrix have equal ones."""
     if not isinstance(checkpoint, RenamedCheckpoint):
         return grams
     return {checkpoint.stored(f"{stem}.weight").removesuffix(".weight"): gram for stem, gram in grams.items()}

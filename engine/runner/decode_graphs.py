@@ -167,7 +167,7 @@ class DecodeGraphs:
         return cut_query_groups(batch.query_lens, batch.context_lens, most=self._most_queries)
 
     def _numbers(self, batch: Batch, query_groups: QueryGroupSizes | None, size: int) -> NDArray[np.int32]:
-        """(7, N), with windows (8, N): see _ID. query_groups: None if each token is its own group, the usual case."""
+        """Return the static input, (7, N) or with windows (8, N); see _ID. query_groups: None if each token is one."""
         num_tokens, numbers_7N = batch.num_tokens, np.repeat(self._absent, size, axis=1)
         numbers_7N[: _SLOT + 1, :num_tokens] = batch.token_ids, batch.positions, batch.slots
         if self._window_of is not None:
@@ -219,7 +219,7 @@ class DecodeGraphs:
         return [blocks] if self._window_of is None else [blocks, self._window_of[blocks]]
 
     def _copy_device_tokens(self, device_tokens: DeviceTokens) -> None:
-        """Copy the tokens that the step before chooses into the static input."""
+        """Copy the tokens that the previous step chooses into the static input."""
         tokens_M = self._numbers_7M[_ID]
         if device_tokens.is_in_place:
             num_device_tokens = len(device_tokens.sources)
@@ -229,7 +229,7 @@ class DecodeGraphs:
             tokens_M[places] = device_tokens.token_ids[sources].clamp_min(0)
 
     def _is_next(self, batch: Batch) -> bool:
-        """True if the static buffers still hold the block tables of the step directly before, in the same rows."""
+        """Return True if the static buffers hold the block tables of the step directly before, in the same rows."""
         number, tables = self._last
         return batch.number == number + 1 and batch.block_tables.base is tables
 
@@ -265,6 +265,6 @@ def states_of_rows(batch: Batch, size: int) -> NDArray[np.int64]:
 
 
 def graph_sizes(max_rows: int) -> tuple[int, ...]:
-    """1, 2, 4, 8, 16, 24, 32, … up to the first that holds max_rows, or _MOST_ROWS."""
+    """Return 1, 2, 4, 8, 16, 24, 32, … up to the first that holds max_rows, or _MOST_ROWS."""
     sizes = [1, 2, 4, *range(8, _MOST_ROWS + 1, 8)]
     return tuple(sizes[: bisect_left(sizes, max_rows) + 1])

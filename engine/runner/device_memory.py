@@ -101,7 +101,7 @@ class Gauge(Protocol):
         ...
 
     def peak_of(self, work: Callable[[], object]) -> int:
-        """Return by how much memory rose at most during `work`."""
+        """Return the peak rise of memory during `work`, in bytes."""
         ...
 
 

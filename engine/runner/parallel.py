@@ -31,7 +31,7 @@ class TensorParallel:
     """Place of this rank among `size` ranks, and its collective operations.
 
     A single rank does nothing and needs no network. Ranks call the same operations in the same order, each from one
-    thread. The others notice a dead rank within `timeout_s` and raise ReplicaLost; the group is unusable afterwards.
+    thread. If a rank dies, the others raise ReplicaLost within `timeout_s`; the group is unusable afterwards.
     Operations replayed from a CUDA graph (decode_graphs.py) have no such bound. Broadcasts of control messages use
     Gloo; device tensors use NCCL on GPUs.
     """

@@ -253,7 +253,7 @@ class ModelRunner:
         return forward
 
     def execute(self, step: ScheduledStep | None, orders: Orders) -> Tensor | None:
-        """Implement engine.scheduler.step.Runner for engines in which each rank leads itself."""
+        """Implement engine.scheduler.step.Runner for engines that every rank runs itself, without a leading rank."""
         self.copy(orders)
         scorer = Scorer.of(step)
         return self.forward(step.batch, on_logits=scorer.add if scorer else None) if step else None
@@ -292,7 +292,7 @@ class ModelRunner:
         """Compute prompts of every power of two of tokens, because kernels are specialized by the number of rows.
 
         First broadcast between the ranks, as async scheduling does: NCCL sets up connections and memory on first use.
-        Last compute rows that choose positions, if the model has sparse attention.
+        With sparse attention, also compute rows that choose positions.
         """
         self.parallel.broadcast_on_device(torch.zeros(1, dtype=torch.int32, device=self.device))
         size, latent = self.layout.block_size, self.config.latent

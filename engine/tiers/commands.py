@@ -83,7 +83,7 @@ class Load(Generic[T]):
     blocks: list[int]
     # Leading sources that are blocks; the others are pieces of checkpoints.
     num_block_sources: int
-    # Blocks that the owner has in addition after a whole load.
+    # Leading blocks that the owner can use after a whole load.
     num_blocks: int
     # Nothing is usable unless all of it is read, because the owner needs the checkpoints.
     is_whole: bool = False

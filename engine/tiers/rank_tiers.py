@@ -74,7 +74,7 @@ class RankTiers:
     def carry_out(self, orders: TierOrders) -> None:
         """Spill and save. The caller must keep saved blocks intact until this returns.
 
-        On a GPU, they must stay intact until the work queued by then is done.
+        On a GPU, they must stay intact until the work queued at its return is done.
         """
         for spill in orders.spills:
             payload = self._stores[Tier.HOST].get(spill.source, spill.prefix_hash)

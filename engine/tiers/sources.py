@@ -67,7 +67,7 @@ class Sources:
     def with_state(self, hashes: Sequence[bytes]) -> tuple[int, list[Tier]]:
         """Return the number of blocks up to the last checkpoint in any tier, and the tiers of all that must be loaded.
 
-        0 and none if that is not behind the last checkpoint on the device.
+        Returns 0 and no tiers if the device has that checkpoint or a later one.
         """
         num_here = self._device.match(hashes)
         tiers = [tier for tier, _ in self.find(hashes[num_here:])]

@@ -31,8 +31,8 @@ _TRY_AGAIN = 16
 class TierTable(Generic[T]):
     """Tier index of one replica. Owned by the step thread of rank 0.
 
-    `lower` maps each tier below the device to the allocator of its places. It holds blocks by their hashes, and pieces
-    of checkpoints (see BlockManager) by theirs.
+    `lower` maps each tier below the device to the allocator of its places. The allocator finds blocks and pieces of
+    checkpoints (see BlockManager) by their hashes.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class TierTable(Generic[T]):
         return depth if self._is_tried(is_worth=is_worth) else 0
 
     def _is_tried(self, *, is_worth: bool) -> bool:
-        """Return whether to load: if it is worth it, and once after every _TRY_AGAIN loads that are not."""
+        """Return True to load: if it is worth it, and once after every _TRY_AGAIN loads that are not."""
         is_tried = is_worth or self._num_passed_over >= _TRY_AGAIN
         self._num_passed_over = 0 if is_tried else self._num_passed_over + 1
         return is_tried
@@ -167,7 +167,7 @@ class TierTable(Generic[T]):
         """Load the leading blocks that are present into the owner's blocks. Returns None if there are none.
 
         state: hash of a block with a checkpoint, and the slot to load its state to. With a state or with windows,
-        returns None unless all blocks are present, and the checkpoints that a sequence needs behind them.
+        returns None unless all blocks and the checkpoints needed to continue behind them are present.
 
         With windows, a block of the owner that the device has under its hash is complete. The others are loaded, or
         copied on the device; those that the query behind them sees must have parts, which are loaded, too.
@@ -260,7 +260,7 @@ class TierTable(Generic[T]):
     def take_changes(self) -> dict[bytes, Tier | None]:
         """Return the hashes that may have moved since the last call, with the best tier that holds each.
 
-        A checkpoint on the device is listed by its first piece; of one in a lower tier, every piece is.
+        A checkpoint on the device is listed by its first piece, one in a lower tier by every piece.
         """
         changed: set[bytes] = set()
         for manager in (self._device, *self._lower.values()):
@@ -309,7 +309,7 @@ class TierTable(Generic[T]):
             assert manager.num_blocks - manager.num_available == len(held), f"{tier.name}: places held without a load"
 
     def _source(self, prefix_hash: bytes, piece: tuple[bytes, int] | None) -> int | None:
-        """Return what to copy to disk: the block with this hash, or the number of a piece; see KVPool.copy_out.
+        """Return the source of a copy to disk: the block with this hash, or the number of a piece; see KVPool.copy_out.
 
         None if the device has lost it. piece: the value in `_unsaved`.
         """

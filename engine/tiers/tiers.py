@@ -81,7 +81,7 @@ class Tiers(Generic[T]):
     ) -> bool:
         """Load the leading blocks that are still present, with the next orders. Returns False if there are none.
 
-        Also while a load past its deadline goes on: loads behind it would take block after block into quarantine.
+        Also returns False while an overdue load is in flight: loads behind it would quarantine ever more blocks.
         state: as in TierTable.begin.
         """
         if self._is_stuck:
@@ -104,7 +104,7 @@ class Tiers(Generic[T]):
         return load
 
     def cancel(self, owner: T) -> set[int]:
-        """Cancel the owner's load. Returns the blocks that no longer belong to it."""
+        """Cancel the owner's load. Returns the blocks that no longer belong to the owner."""
         load = self._loads.pop(owner, None)
         if load is None:
             return set()

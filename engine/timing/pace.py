@@ -21,7 +21,7 @@ class StepEvent(Protocol):
     def is_past(self) -> bool: ...
 
     def seconds_since(self, earlier: Self, /) -> float:
-        """Return the seconds between two events that are past."""
+        """Return the seconds between two completed events."""
         ...
 
 
@@ -67,11 +67,11 @@ class Pace:
         self._launched: deque[_Step] = deque()  # not seen to be complete yet
 
     def begin(self) -> None:
-        """Note that a step is about to be launched."""
+        """Record that a step is about to be launched."""
         self._last = self._last or self._mark()
 
     def end(self, batch: Batch, *, has_prompts: bool, has_drafts: bool | None = None) -> None:
-        """Note that a step with this batch has been launched.
+        """Record that a step with this batch has been launched.
 
         A step without prompts, or with one token per row, is a pure decode step. has_drafts: None if drafting is off.
         """
@@ -91,7 +91,7 @@ class Pace:
             self._aside_s += seconds
 
     def rest(self) -> None:
-        """Note that the engine is idle."""
+        """Record that the engine is idle."""
         self._last = None
 
     def _count(self, step: _Step) -> None:
@@ -135,5 +135,5 @@ class Pace:
 
     @property
     def timing(self) -> StepTiming | None:
-        """None before enough steps to learn it."""
+        """Learned step times; None before enough steps."""
         return self._timing.timing

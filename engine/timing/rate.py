@@ -18,5 +18,5 @@ class Rate:
 
     @property
     def per_s(self) -> float:
-        """0 before the first measurement."""
+        """Rate of recent measurements; 0 before the first one."""
         return self._amount / self._seconds if self._seconds else 0.0

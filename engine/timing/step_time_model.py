@@ -31,7 +31,7 @@ class StepTimeModel:
     """
 
     def __init__(self, *, min_steps: int = _MIN_STEPS) -> None:
-        """min_steps: before these there is no fit."""
+        """min_steps: number of steps before the first fit."""
         self._sums = {kind: np.zeros((_NUM_FEATURES, _NUM_FEATURES)) for kind in (False, True)}
         self._targets = {kind: np.zeros(_NUM_FEATURES) for kind in (False, True)}
         self._steps: list[_Step] = []  # not in the sums yet, because adding eight at once costs as much as one
@@ -69,7 +69,7 @@ class StepTimeModel:
         return self._timing
 
     def _sum_up(self) -> None:
-        """Add the pending steps to the sums, forgetting per step of the same kind, in order."""
+        """Add the pending steps to the sums, in order; each decays the earlier ones of its kind."""
         for kind in (False, True):
             steps_S5 = np.array([step for step in self._steps if (step[2] > 0) is kind])
             if not len(steps_S5):

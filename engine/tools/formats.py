@@ -192,7 +192,7 @@ def make_directory(into: Path) -> None:
 
 
 def write_report(costs: Sequence[FormatCost], into: Path, facts: dict[str, object]) -> str:
-    """Write formats.json, formats.md and, with matplotlib, formats.png. Returns a note without it; may be empty.
+    """Write formats.json, formats.md and, with matplotlib, formats.png. Returns a note if that is missing, or "".
 
     into: an existing directory. facts: settings of the run. Raises SpecError if it cannot.
     """

@@ -104,7 +104,7 @@ def check_tensors(
 
 
 def expected_matrices(prefix: str, matrices: Mapping[str, tuple[Shape, bool]]) -> dict[str, Shape]:
-    """Return the tensors of matrices, by name the shape and whether there is a bias."""
+    """Return the tensors of matrices. matrices: by name, the shape and whether there is a bias."""
     tensors: dict[str, Shape] = {f"{prefix}.{name}.weight": shape for name, (shape, _) in matrices.items()}
     return tensors | {f"{prefix}.{name}.bias": shape[:1] for name, (shape, has_bias) in matrices.items() if has_bias}
 

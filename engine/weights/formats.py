@@ -59,7 +59,7 @@ class Part:
 
 @dataclass(frozen=True)
 class StoredFormat:
-    """Row of the table.
+    """Row of FORMATS.
 
     kind: required result of kind_of(config); empty: the tensors' names identify the format. bits: per code; 0: found
     from the shapes. group: inputs per scale; 0: found from shapes and settings. levels: number of each code; None: the
@@ -192,7 +192,7 @@ def activations_of(config: Mapping[str, Any]) -> torch.dtype | None:
 class Declared:
     """Settings of the weights in quantization_config.
 
-    sizes: blocks of outputs and inputs that share a scale; 0: all of them. has_all_sizes: no scheme leaves its own out.
+    sizes: blocks of outputs and inputs that share a scale; 0: all of them. has_all_sizes: every scheme names its sizes.
     bits: of integer codes; may be empty. is_asymmetric: all schemes have zero points. is_symmetric: zero points are
     all in the middle of the codes. has_order: groups come in an order that the file gives.
     """

@@ -32,8 +32,7 @@ logger = logging.getLogger(__name__)
 
 # Dtypes of buffers that old files keep beside the weights, such as position ids.
 _COUNTERS = ("I64", "BOOL")
-# Prefixes of the language model's tensors where it is a part of a larger model, or in Mistral's own format, and what
-# they are here.
+# Prefixes of the language model's tensors in a larger model or in Mistral's own format, and the names used here.
 _PREFIXES = (
     ("model.language_model.", "model."),
     ("language_model.model.", "model."),
@@ -42,8 +41,8 @@ _PREFIXES = (
     ("layers.", "model.layers."),
     ("backbone.", "model."),
 )
-# Tensors of the layer of Qwen and Nemotron that predicts further tokens, and their names as DeepSeek has them, behind
-# the last layer. Nemotron's experts are a second layer.
+# Tensors of the multi-token-prediction layer of Qwen and Nemotron, and DeepSeek's names for them, behind the last
+# layer. Nemotron's experts are a second layer.
 _PREDICTOR = (
     ("mtp.layers.0.", ""),
     ("mtp.layers.1.final_layernorm.", "shared_head.norm."),
@@ -191,7 +190,7 @@ class RenamedCheckpoint:
     def _located(self, name: str, shape: Shape | None) -> Iterator[tuple[str, _Source | None, Shape]]:
         """Yield the model's names for a stored tensor, with the place and the shape of each.
 
-        No place: the tensor keeps its name. shape: None if only the names matter, of tensors that are not read.
+        No place: the tensor keeps its name. shape: None for a tensor that is not read, where only the names matter.
         """
         ours = next((to + name.removeprefix(start) for start, to in self._prefixes if name.startswith(start)), name)
         stem, suffix = _split(ours)
@@ -232,7 +231,7 @@ class RenamedCheckpoint:
                 )
 
     def _is_transposed(self, rule: Stored, inner: Shape) -> bool:
-        """Return whether a stored matrix is (I, O): by its rule, or as the experts' sizes show."""
+        """Return True if a stored matrix is (I, O), by its rule or by the experts' sizes."""
         if rule.is_transposed or not rule.has_experts or not self._config.experts:
             return rule.is_transposed
         hidden, size = self._config.hidden_size, self._config.experts.intermediate_size

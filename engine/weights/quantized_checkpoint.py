@@ -357,7 +357,7 @@ class QuantizedCheckpoint:
             scales = self._plain.read(name, rows=(matrix.expert, matrix.expert + 1))[0]
         if scales.dtype == torch.uint8:
             scales = scales.view(torch.float8_e8m0fnu)
-        # torch divides by no e8m0.
+        # Convert to fp32 first: torch cannot divide by e8m0.
         scales = _finite(name, 1 / _finite(name, scales).float() if self._is_inverse else scales)
         scales = scales.view(-1, 1) if scales.dim() < 2 else scales.flatten(1)
         return scales.T if part.dims[0] == "G" else scales

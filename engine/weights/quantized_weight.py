@@ -213,6 +213,6 @@ def marlin_codes(words: Tensor) -> Tensor:
 
 
 def marlin_scales(scales_GO: Tensor) -> Tensor:
-    """Return Marlin's scales (G, O) in the order of outputs; a single group has an order of its own."""
+    """Return Marlin's scales (G, O) in the order of outputs; a single group has a different order."""
     tiles = (-1, 4, 4, 2) if scales_GO.shape[0] == 1 else (-1, 8, 8)
     return torch.unflatten(scales_GO, 1, tiles).transpose(2, 3).flatten(1)

@@ -16,7 +16,7 @@ _LOG2_E = math.log2(math.e)
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionRule:
-    """How the queries of a layer weigh the keys that they see.
+    """Rule by which the queries of a layer weigh the keys that they see.
 
     score = scale q k, then soft_cap tanh(score / soft_cap) if there is a cap; output = softmax(scores) v over the keys
     up to and including the query's own, of its window or chunk.
@@ -33,7 +33,7 @@ class AttentionRule:
 
     @property
     def factor(self) -> float:
-        """Factor of products of queries and keys, before `capped`. The device computes powers of two."""
+        """Factor of products of queries and keys, before `capped`. Includes log2(e), for powers of two."""
         return self.scale * _LOG2_E if self.soft_cap is None else 2 * self.scale * _LOG2_E / self.soft_cap
 
     @property

@@ -19,7 +19,7 @@ KEYS_AT_ONCE = 2048
 
 
 def best_positions(scores_QL: Tensor, contexts_Q: Tensor, top_k: int) -> Tensor:
-    """Return the best positions of each query in order, (Q, min(top_k, L)). Ones past its context come last.
+    """Return the best positions of each query in order, (Q, min(top_k, L)). Positions past its context come last.
 
     scores: finite.
     """
@@ -39,8 +39,8 @@ def launch_best_slots(
     """Return the places in the pool (block id * block_size + offset) of each query's best positions: (Q, U) int32.
 
     scores: fp32, finite, dense in L; those of queries that see at most top_k positions may be any numbers. contexts:
-    (Q,) int32 positions that each query sees. tables: (R, B) int32 block ids of each `tile` queries; its rows may be
-    one row, expanded. U: top_k; arbitrary numbers follow the places of a query that sees fewer.
+    (Q,) int32 positions that each query sees. tables: (R, B) int32 block ids, one row per `tile` queries; may be one
+    row, expanded. U: top_k; arbitrary numbers follow the places of a query that sees fewer.
     """
     slots_QU = torch.empty(len(scores_QL), top_k, dtype=torch.int32, device=scores_QL.device)
     assert scores_QL.stride(1) == tables_RB.stride(1) == 1
@@ -103,10 +103,10 @@ def _choose_slots(
 def _last_of_best(
     row: tl.tensor, context: tl.tensor, bound: tl.tensor, K: tl.constexpr, BLOCK: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return an integer (see _float_of), and how many scores equal to its float are among the K best.
+    """Return an integer (see _float_of), and the number of scores equal to its float that are among the K best.
 
-    All scores above that float are, too. It is the K-th best score, or any that exactly K scores reach. bound: an
-    integer below those of all scores, of which there are more than K.
+    The float is the K-th best score, or any number that exactly K scores reach; all scores above it are among the best.
+    bound: an integer below those of all scores. The row must have more than K scores.
     """
     i = tl.arange(0, BLOCK)
     step, num, num_above = context * 0 + (1 << 30), context, context * 0

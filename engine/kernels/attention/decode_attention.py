@@ -4,9 +4,9 @@ The keys of all query groups (queries.py) are split evenly among programs (kv_sp
 combined (Dao et al. 2023, "Flash-Decoding"). One program computes the G query heads of a KV head for all queries of a
 group.
 
-In 8-bit pools, loading single codes as matrix operands would be byte by byte. Values are therefore read two features at
-a time as int16 and split into even and odd features in registers. Both products are in fp16, which represents every
-code exactly; value scales are divided by the largest so far, so that weights stay in its range.
+In 8-bit pools, codes used as matrix operands directly would be loaded byte by byte. Values are therefore read two
+features at a time as int16 and split into even and odd features in registers. Both products are in fp16, which
+represents every code exactly; value scales are divided by the largest so far, so that weights stay in its range.
 
 In int4 pools a byte has two features, which are put side by side. Queries are rotated like the rows (hadamard.py), and
 results turned back. A key's zero times the query's sum adds to its score; a value's zero times its weight adds to every
@@ -117,7 +117,7 @@ def launch_decode_attention(
         NATIVE=has_scales and has_fp8_casts(q_THD.device),
         **options,
     )
-    # Whole rows are turned back.
+    # int4 results are turned back as whole rows.
     block_d = power_of_2(dim) if is_int4 else min(_FEATURES_COMBINED, power_of_2(dim))
     _combine_parts[(len(groups.tokens_N), num_heads, cdiv(dim, block_d))](
         part_PXD,

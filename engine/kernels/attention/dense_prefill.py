@@ -2,8 +2,8 @@
 
     s_j = scale (q k_j + q' key_j)          key_j: part of the keys shared by all heads; latent layouts have one
 
-Keys come from the pool (gather_rows.py) or were expanded from latents (latent_heads.py). Many queries read them, in
-whole tiles by TMA where the device has it. Queries are cut into tiles as in prefill_attention.
+Keys come from the pool (gather_rows.py) or were expanded from latents (latent_heads.py). Programs read them in whole
+tiles, by TMA where the device has it. Queries are cut into tiles as in prefill_attention.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def load_rows(
     IS_INT4: tl.constexpr,
     NATIVE: tl.constexpr,
 ) -> tl.tensor:
-    """Load rows (N) of a pool's layer or a payload as (N, BLOCK_D): dequantized to fp32, else as they are."""
+    """Load rows (N) of a pool's layer or a payload as (N, BLOCK_D): in fp32 if quantized, else as they are."""
     if IS_INT4:
         e = tl.arange(0, BLOCK_D // 2)
         mask = is_row[:, None] & (e < D // 2)[None, :]

@@ -54,7 +54,7 @@ def launch_index_scores(
     """Score the keys of each query's tile, and write them to the first columns of `scores`, (Q, L) fp32.
 
     q: contiguous, tile after tile. weights: fp32, contiguous. codes, scales: a layer of a latent pool whose rows end
-    with index keys. tile: queries per tile. tables: (R, B) int32 block ids; its rows may be one row, expanded.
+    with index keys. tile: queries per tile. tables: (R, B) int32 block ids; may be one row, expanded.
     contexts: (R,) int32 keys of each tile; columns from there on keep their content. splits: Splits of these contexts.
     """
     num_queries, num_heads, dim = q_QGI.shape

@@ -29,7 +29,7 @@ from engine.kernels.quant.row_quantization import (
 def places_of(first: tl.tensor, S: tl.constexpr, BLOCK_N: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """Return the table cell and the offset in the block of each key in [first, first + BLOCK_N).
 
-    Parts that do not change between steps are computed once. first: a multiple of BLOCK_N.
+    Terms that do not depend on `first` stay out of the loop. first: a multiple of BLOCK_N.
     """
     i = tl.arange(0, BLOCK_N)
     if BLOCK_N % S == 0:

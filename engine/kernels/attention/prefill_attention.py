@@ -26,7 +26,7 @@ from engine.kernels.quant.row_quantization import INT4, as_bytes
 # T tokens of the step, R rows, H query heads, K kv heads, G = H / K, D head_dim, B blocks, S block_size, N tiles,
 # P splits of a tile's keys
 
-# Keys per loop iteration; half as many where codes are widened in registers for operands there.
+# Keys per loop iteration; half as many where codes are widened into operands in registers.
 _KEYS = 64
 # Above this head_dim, tiles are too small for products with operands in shared memory.
 _WIDE = 256
@@ -223,7 +223,7 @@ def _attend_tile(
     total = tl.zeros([BLOCK_M], tl.float32)
     largest = tl.full([BLOCK_M], -float("inf"), tl.float32)
     if sinks is not None:
-        # In the first split only.
+        # Sinks count in the first split only.
         largest = tl.where(split == 0, sink_of(sinks, head), largest)
         total = tl.where(split == 0, 1.0, total)
     q_odd = queries

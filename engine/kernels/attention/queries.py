@@ -1,8 +1,8 @@
 """Queries that one program computes together: groups of a decoding row, and tiles of a prompt.
 
 A group's consecutive queries share one read of the row's keys. A decoding row has one query, plus one per draft token.
-A matrix unit multiplies 16 rows at a time: if few query heads share a KV head, the heads of several queries fit in the
-padding of one.
+A matrix unit multiplies 16 rows at a time: if few query heads share a KV head, the heads of several queries fit into
+one padded operand.
 
 A tile never crosses rows: one program computes one tile of one head; Dao et al. 2022, arXiv:2205.14135.
 """

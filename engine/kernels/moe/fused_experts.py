@@ -48,7 +48,7 @@ _DOWN = {16: _Tile(128, 128, 8, 3), 32: _Tile(128, 128, 8, 3), 64: _Tile(256, 64
 # Products in fp32 do not use matrix units and are unrolled one by one.
 _OF_FP32 = _Tile(64, 32, 4, 3)
 _LEAST_DEPTH = 32
-# Accumulators per program, if operands are in registers too.
+# Maximum accumulators per program if operands are in registers too.
 _MOST_SUMS = 128 * 128
 # Bytes of a multiprocessor's shared memory that are reserved per program.
 _RESERVED = 1024

@@ -4,12 +4,12 @@
     scores = sigmoid(logits)                          Llama 4; DeepSeek-V3 (arXiv:2412.19437, section 2.1.2), which
                                                       chooses by scores + bias, and weighs without the bias
 
-Normalized weights of softmaxes are softmaxes of the chosen logits. In Gemma 4 each expert has a factor of its weight.
+Normalized weights of softmaxes are softmaxes of the chosen logits. In Gemma 4 each weight has a factor per expert.
 
 With groups of experts, a token's experts come from its best groups: those with the best expert, or for V3 the best sum
 of two experts (DeepSeek-V2, arXiv:2405.04434, section 2.2.2).
 
-Shared experts follow the chosen ones. They weigh 1, or in Qwen2-MoE sigmoid of the logit after those of the others.
+Shared experts follow the chosen ones. Their weight is 1, or in Qwen2-MoE sigmoid of the logit after the others.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def reference_choose_experts(
     scores_TX = logits_TX.softmax(dim=-1) if rule.scores == "softmax" else logits_TX.sigmoid()
     priority_TX = scores_TX if bias_X is None else scores_TX + bias_X
     if rule.scores == "sigmoid" and bias_X is None:
-        # Sigmoids of large logits are equal.
+        # Large logits have equal sigmoids.
         priority_TX = logits_TX
     if rule.num_groups > 1:
         priority_TX = _within_groups(priority_TX, rule, best=1 if bias_X is None else 2)

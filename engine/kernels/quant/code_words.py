@@ -73,7 +73,7 @@ def widen(
             )
 
 
-# Formats of numbers in one byte; 0 is none.
+# Formats of numbers in one byte; 0: none.
 UINT8_BYTE, INT8_BYTE, E4M3_BYTE, E8M0_BYTE = range(1, 5)
 
 

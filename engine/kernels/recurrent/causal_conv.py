@@ -29,8 +29,8 @@ def reference_causal_conv(
 ) -> Tensor:
     """Convolve, and apply silu if `activates`. Returns (T, C) in x's dtype, computed in fp32 and rounded once.
 
-    x: dense in C. weight, bias: fp32, dense. states: the last inputs, oldest first, in x's dtype, dense but for the
-    stride of slots; written in place.
+    x: dense in C. weight, bias: fp32, dense. states: the last inputs, oldest first, in x's dtype, dense within a slot;
+    written in place.
     """
     starts_S1, kept = slots.query_starts_S1, len(weight_WC) - 1
     num_tokens = len(x_TC)

@@ -91,7 +91,7 @@ def reference_linear_recurrence(
     """Advance the states of packed sequences. Returns the outputs (T, H, V) in the dtype of the rows.
 
     rows: bf16, fp16 or fp32, dense in C. dt (a of the delta rule) and beta (its b): before activation, dense in H.
-    states: fp32, dense but for the stride of slots; written in place. Cutting a sequence changes rounding only.
+    states: fp32, dense within a slot; written in place. Cutting a sequence changes rounding only.
     """
     inputs = _inputs(rows_TC, dt_TH, beta_TH, recurrence)
     starts, write = slots.query_starts_S1.tolist(), slots.write_T.tolist()
@@ -194,7 +194,7 @@ def launch_linear_recurrence(
     states_NHKV: Tensor,
     slots: StateSlots,
 ) -> Tensor:
-    """Launch a kernel for short sequences, and two for long ones if there may be any. Each skips the other kind.
+    """Launch a kernel for short sequences, and two for long ones if there may be any. Each skips the others' sequences.
 
     Products of long sequences round their operands to the dtype of the rows, as in FLA; sums and states stay fp32.
     """

@@ -29,8 +29,8 @@ class StateSlots:
     """Packed sequences of a step, and the indices of their state slots.
 
     All tensors are int64, on the states' device. A step writes each slot once at most, and reads no slot that another
-    sequence writes. A sequence may write the slot that it reads. To be able to roll a draft back, a caller has
-    the states after its tokens written to different slots, and keeps one.
+    sequence writes. A sequence may write the slot that it reads. To roll back a draft, a caller has the states after
+    its tokens written to different slots, and keeps one of them.
     """
 
     # First token of each sequence, and T: (S + 1).
