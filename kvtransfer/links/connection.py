@@ -49,7 +49,7 @@ def meet(end: LinkEnd) -> tuple[Connection, bytes]:
             return await (_connect(end) if end.is_sender else _accept(end))
 
     try:
-        loop = asyncio.new_event_loop()  # before the coroutine: without file descriptors, this fails
+        loop = asyncio.new_event_loop()  # before the coroutine exists: this fails without file descriptors
         with asyncio.Runner(loop_factory=lambda: loop) as runner:
             connected, key = runner.run(meet_in_time())
         return Connection(connected, is_sender=end.is_sender), key

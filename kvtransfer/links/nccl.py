@@ -55,8 +55,8 @@ class NcclLink:
         self._num_done = 0
         self._failure: LinkClosed | None = None
         self._has_met = False
-        self._has_ended = True  # whether the link's thread is not running
-        self._communicator: int | None = None  # the thread that takes it from here aborts it
+        self._has_ended = True  # the link's thread is not running
+        self._communicator: int | None = None  # the thread that takes it from this field aborts it
 
     def meet(self) -> None:
         self._check_open()

@@ -5,7 +5,7 @@ takes its stream from a shared pool, and runs watchdog threads. Here communicato
 aborted. Any thread may call, one at a time per communicator; only `abort` may run concurrently with a hanging call.
 
 By default NCCL picks the first usable network interface, which may be on another network, such as a container bridge.
-So it gets the one with this host's address. A value of NCCL_SOCKET_IFNAME set by the operator is kept.
+So it gets this host's own interface. A value of NCCL_SOCKET_IFNAME set by the operator is kept.
 """
 
 from __future__ import annotations

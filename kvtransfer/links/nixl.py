@@ -244,7 +244,7 @@ class _Agent:
     def _register(self, payload: Tensor) -> Any:
         """Register the payload's storage, evicting the least recently used.
 
-        Returns its descriptors, or None if it was registered.
+        Returns its descriptors, or None if it was registered already.
         """
         storage = payload.untyped_storage()
         place = storage.data_ptr(), storage.nbytes()

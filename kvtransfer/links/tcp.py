@@ -50,7 +50,7 @@ class TcpLink:
         # Not an executor: Python joins those at exit, even one whose peer does not read.
         self._to_push: queue.SimpleQueue[tuple[memoryview, Future[None]] | None] = queue.SimpleQueue()
         self._pusher: threading.Thread | None = None  # started on first use
-        self._num_pushed = 0  # sends that it got and that were not waited for; used by the link's thread only
+        self._num_pushed = 0  # sends queued to it and not yet waited for; used by the link's thread only
         self._connection: Connection | None = None
         self._is_closed = False
         self._lock = threading.Lock()  # guards the two fields above

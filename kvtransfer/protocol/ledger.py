@@ -2,7 +2,7 @@
 
 docs/HANDOFF.md has the states. A frame of a newer epoch resets an OPEN handoff and fences the older epochs. LANDED is
 final for the bytes: every sender computes the same KV for these positions, so segments of a newer epoch are
-acknowledged and discarded. So nothing is written once every rank has landed, and no rank is asked whether it writes.
+acknowledged and discarded. So nothing is written once every rank has landed, and no rank needs to be asked.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Landing:
 class _Account:
     """Segments received from one sending rank under the current epoch."""
 
-    reach: dict[int, int]  # of each layer that it sends heads of: the first position that has not arrived
+    reach: dict[int, int]  # by layer with heads from this rank: the first position that has not arrived
     checksums: list[int] = field(default_factory=list)
     is_committed: bool = False
 

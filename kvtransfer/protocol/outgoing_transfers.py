@@ -108,7 +108,7 @@ class OutgoingTransfers(Generic[T]):
         self._blocks.share([*new, *state_slots])
         outgoing.blocks += new
         if windows := self._blocks.windows:
-            # A sequence that was received itself has blocks behind these, with parts for the room it arrived with.
+            # A sequence that this replica received has later blocks, with parts for the room reserved on arrival.
             end = -(-outgoing.handoff.max_tokens // windows.block_size)
             outgoing.parts.keep(blocks[:end], windows)
         outgoing.state_slots += state_slots
@@ -145,6 +145,6 @@ class OutgoingTransfers(Generic[T]):
 
 
 def parts_of_handoff(handoff: Handoff, windows: WindowManager) -> int:
-    """Return the most parts that a transfer of this handoff holds, to be reserved when it begins."""
+    """Return the maximum number of parts that a transfer of this handoff holds; it reserves them when it begins."""
     num_more = -(-(handoff.max_tokens - handoff.num_tokens) // windows.block_size)
     return windows.num_for(handoff.num_tokens) + num_more

@@ -20,8 +20,8 @@ class HeadCopy:
     """Heads that one sending rank copies to one receiving rank.
 
     `sender_heads` and `receiver_heads` have the heads of each layer, as indices within each rank's own heads. They are
-    empty for a layer of which this pair copies nothing. Parts of states follow the layers with KV, with their units
-    for heads; see KVLayout.num_units.
+    empty for a layer that this pair does not copy. Parts of states follow the layers with KV, with units in place of
+    heads; see KVLayout.num_units.
     """
 
     sender: int
@@ -31,7 +31,7 @@ class HeadCopy:
 
     @property
     def layers(self) -> list[int]:
-        """Layers of which this pair copies heads."""
+        """Layers with heads that this pair copies."""
         return [layer for layer, heads in enumerate(self.sender_heads) if heads]
 
     def carries(self, segment: Segment) -> bool:

@@ -207,7 +207,7 @@ class RankTransfer:
         first, layout = self.handoff.first_token, self._layout
         for layer in range(layout.num_layers, layout.num_transferred, self._group_states):
             num_layers = min(self._group_states, layout.num_transferred - layer)
-            # The ledger counts positions per layer, so a state stands for all of them.
+            # The ledger counts positions per layer, so one state counts as all positions of its layer.
             self._send(self._segment(layer, num_layers, first, num_tokens - first))
         handoff, epoch = self.key
         commit = CommitFrame(

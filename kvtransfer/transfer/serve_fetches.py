@@ -127,7 +127,7 @@ class ServedFetches:
         states, windows = self._blocks.states, self._blocks.windows
         hashes, handoff = fetch.hashes[: self._tiers.table.depth(fetch.hashes)], fetch.handoff
         if states or windows:
-            # Up to the last block that a sequence can continue behind, with checkpoints from any tier.
+            # Stop at the last block behind which a sequence can continue, with checkpoints from any tier.
             hashes = hashes[: self._tiers.table.offer(hashes, compute_block_s=0.0)]
         if windows and (
             len(hashes) * self.layout.block_size != handoff.num_tokens  # see PrefixFetches.begin
