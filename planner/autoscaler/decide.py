@@ -261,7 +261,7 @@ class Autoscaler:
         return _not_calm(state), _decision(seen, "saturation", why)
 
     def _corrected(self, state: AutoscaleState, expected: Prediction, measured: Mapping[str, float]) -> float:
-        """Return the updated load correction; it rises if requests missed limits that the simulator predicted kept."""
+        """Return the updated load correction; it rises if requests missed limits against the simulator's prediction."""
         if measured["num"] < _MIN_MEASURED:
             return state.correction
         if measured["good_share"] >= self.spec.attainment:

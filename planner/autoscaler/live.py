@@ -69,7 +69,7 @@ def decide_live(state: AutoscaleState, sight: LiveObservation) -> Decided:
 def predict_load(
     spec: Spec, replicas: Sequence[ReplicaReport], trace: Sequence[TraceRequest], slo: Slo
 ) -> dict[str, Any]:
-    """Simulate the trace on as many replicas, with empty caches at the start, and return the simulator's report.
+    """Simulate the trace on these replicas, starting with empty caches, and return the simulator's report.
 
     Raises ClusterError while rates are unknown.
     """
@@ -112,7 +112,7 @@ def fleets_of(spec: Spec, rules: AutoscaleSpec, replicas: Sequence[ReplicaReport
 
 
 def saturation_of(replicas: Sequence[ReplicaReport], rules: AutoscaleSpec, *, num_waiting: int) -> Saturation:
-    """Compute the saturation of each pool. num_waiting: requests queued in routers; if any, the fuller pool is full."""
+    """Compute the saturation of each pool. num_waiting: requests queued in routers; if any, the fuller pool is at 1."""
     prefill = [r for r in replicas if r.role is Role.PREFILL and r.prefill_tokens_per_s > 0]
     decode = [r for r in replicas if r.role is Role.DECODE]
     slo = Slo.of_ms(rules.slo_ttft_ms, rules.slo_itl_ms)

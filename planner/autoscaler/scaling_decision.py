@@ -58,7 +58,7 @@ class ScalingDecision:
     rate: float = 0.0  # forecast requests per second
     tried: tuple[Prediction, ...] = ()
     measured: Mapping[str, float] | None = None  # since the last decision: num, good_share, ttft_p50_s, itl_s
-    worth_s: float = 0.0  # expected benefit of the change, in seconds of all requests
+    worth_s: float = 0.0  # expected benefit of the change, in seconds of the whole traffic
     price_s: float = 0.0  # cost of the change, in the same unit
     took_s: float = 0.0  # duration of the decision
     is_dry_run: bool = False

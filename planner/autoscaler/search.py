@@ -88,5 +88,5 @@ def _near(best: Prediction, limits: ScaleLimits, attainment: float) -> list[Pool
 
 
 def _fit(sizes: PoolSizes, target: Demand, limits: ScaleLimits) -> tuple[float, float]:
-    """Sort key: utilization of the busier pool, then devices. The smallest is the likeliest to be enough."""
+    """Return the sort key: utilization of the busier pool, then devices. The smallest is likeliest to be enough."""
     return target.busy(sizes), limits.num_devices(sizes)

@@ -94,7 +94,7 @@ class DecodeReplica(Replica):
         return has or not self._prompts
 
     def submit(self, flight: Flight) -> None:
-        """Add a request. With a prefill replica, its KV arrives by `land`; otherwise the prompt is computed here."""
+        """Add a request. Its KV arrives by `land` from its prefill replica; without one, this replica computes it."""
         self._add(flight, KVSource.PREFILL if flight.option.prefill else KVSource.HERE)
 
     def _add(self, flight: Flight, source: KVSource, *, num_generated: int = 0) -> None:

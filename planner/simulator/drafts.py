@@ -1,4 +1,4 @@
-"""Speculative decoding: simulated by given rates, its calculated yield, and rates estimated from what replicas drafted.
+"""Speculative decoding: simulated drafts at given rates, their calculated yield, and rates estimated from real drafts.
 
 The real engine plans and verifies simulated drafts; only proposals and acceptance are drawn at random.
 """
@@ -83,7 +83,7 @@ class SimulatedDrafts:
         pass
 
     def _propose(self, sequence: Sequence, max_tokens: int) -> Proposal:
-        """Propose a draft at random by the rates. Correct tokens equal the last one, which replicas sample again."""
+        """Propose a draft at random by the rates. Correct tokens equal the last one, which is what is sampled again."""
         if self._random.random() >= self._rates.guessed:
             return NO_PROPOSAL
         chances = self._rates.accepted[:max_tokens]

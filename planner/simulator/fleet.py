@@ -37,7 +37,7 @@ class Fleet:
 
     def __init__(self, setup: FleetSetup, profile: Profile, hashes: PrefixHashes) -> None:
         if setup.host_tokens:
-            # A simulated host tier keeps whole blocks, so layers with a window keep whole contexts beside it.
+            # A simulated host tier keeps whole blocks, so with one, layers with a window keep whole contexts.
             profile = profile.model_copy(update={"kv": profile.kv.model_copy(update={"window": 0})})
         self.clock = Clock()
         self.prefills: dict[str, PrefillReplica] = {}
@@ -315,8 +315,8 @@ class Fleet:
     def _prefilled(self, prefill: PrefillReplica, flight: Flight) -> None:
         """Record the first token and ship the rest of the KV.
 
-        Earlier layers were sent while later ones were computed, so only the last layer, or what the link could not
-        carry by now, remains.
+        Earlier layers were sent while later ones were computed, so what remains is the last layer, or whatever the link
+        has not carried yet.
         """
         kv, link, decode = self._profile.kv, self._profile.link, self.decodes[flight.option.decode]
         flight.first_token_at = flight.last_token_at = self.clock.now

@@ -29,8 +29,8 @@ class PrefixHashes:
     def of_trace(cls, trace: Sequence[TraceRequest], block_size: int, *, has_states: bool) -> PrefixHashes:
         """Return the hashes of a trace.
 
-        has_states: a prefix is reusable behind checkpoints only, so blocks of a prompt's last id, which may be partly
-        filled, must be those of the next turn; see hashes_of.
+        has_states: a prefix is reusable behind checkpoints only. Blocks of a prompt's last id, which may be partly
+        filled, must then equal those of the next turn; see hashes_of.
         """
         hashes = cls(block_size, trace[0].tokens_per_id)
         if has_states:

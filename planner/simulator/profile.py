@@ -57,7 +57,7 @@ class KV(_Section):
     wire_bytes_per_token: Annotated[int, Field(gt=0)]
     num_layers: Annotated[int, Field(gt=0)]  # a layer's transfer overlaps the compute of the next one
     pool_tokens: Annotated[int, Field(gt=0)]  # default capacity of a replica
-    # Layers with a window that free what no coming query sees; 0: none.
+    # Layers with a window that free what no later query sees; 0: none.
     window: Count = 0  # tokens
     window_wire_bytes_per_token: Count = 0  # the part of wire_bytes_per_token in these layers
     pool_window_tokens: Count = 0  # capacity of these layers beside pool_tokens
@@ -82,7 +82,7 @@ class KV(_Section):
     def pool_sizes(self, kv_tokens: int, *, block_size: int, max_batch_tokens: int) -> PoolSizes:
         """Return the sizes of a pool of `kv_tokens`, with its share of window tokens and states.
 
-        max_batch_tokens: of a step. The pool has parts for the largest step at least, and two states.
+        max_batch_tokens: limit of a step. The pool has parts for the largest step at least, and two states.
         """
         num_blocks, scale, num_parts = kv_tokens // block_size, kv_tokens / self.pool_tokens, None
         if self.window:
@@ -163,7 +163,7 @@ class FleetSetup:
 
     @classmethod
     def of(cls, spec: Spec, **more: Any) -> FleetSetup:
-        """Return the setup of a spec, with the fields that it does not determine."""
+        """Return the setup of a spec. more: fields that the spec does not determine."""
         fields = {
             "num_prefill": spec.prefill.replicas,
             "num_decode": spec.decode.replicas,

@@ -138,18 +138,18 @@ class Replica(ABC):
         return 1 - self.store.blocks.num_usable / self.store.blocks.num_blocks
 
     def expect(self, compute_s: float) -> None:
-        """Note a prompt that is sent here, with the predicted time to compute it."""
+        """Record a prompt that is sent here, with the predicted time to compute it."""
         self.busy_until = max(self._clock.now, self.busy_until) + compute_s
         self._num_expected += 1
 
     def settle(self) -> None:
-        """Note that an expected prompt is computed. After the last one, no backlog is predicted."""
+        """Record that an expected prompt is computed. After the last one, no backlog is predicted."""
         self._num_expected -= 1
         if not self._num_expected:
             self.busy_until = 0.0
 
     def drain(self, then: Action) -> None:
-        """Get no further requests. then: called when the replica is empty."""
+        """Stop getting new requests. then: called when the replica is empty."""
         self.on_empty = then
 
     def send(self, num_bytes: float, bytes_per_s: float, *, link: str = "out") -> float:
@@ -183,15 +183,15 @@ class Replica(ABC):
         if self._engine.launch().has_rows:
             return
         self.store.publish()
-        # Waiting prompts could wait for the very blocks that were fetched for them. Where a prompt is received, the
-        # blocks belong to its prefill replica.
+        # Free the blocks fetched for waiting prompts, which might wait for these very blocks. A received prompt's
+        # fetched blocks belong to its prefill replica.
         if held := [one for one, prompt in self._prompts.items() if one.restored and not prompt.is_received]:
             for flight in held:
                 self._free_restored(flight)
             self._step()
 
     def _start(self, prompt: Prompt) -> None:
-        """Note the cached tokens of a prompt that is computed here. It now holds the fetched blocks itself."""
+        """Record the cached tokens of a prompt that is computed here, and which now holds the fetched blocks itself."""
         flight = self._flights[prompt.sequence]
         flight.num_cached = prompt.num_cached
         self._free_restored(flight)

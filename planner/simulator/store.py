@@ -1,7 +1,7 @@
 """KV blocks of simulated replicas: the device pool and an optional host tier of each, and the router's indexes of them.
 
 Both tiers use the real engine's allocators and eviction, with its rules for states and windows. Blocks and states
-evicted from the device go to the host; those that a request finds there are copied back. Beside a host, no window is
+evicted from the device go to the host; those that a request finds there are copied back. With a host tier, no window is
 freed.
 """
 
@@ -50,7 +50,7 @@ class Indexes:
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """Surroundings that all replicas of a simulated cluster share."""
+    """Environment that all replicas of a simulated cluster share."""
 
     setup: FleetSetup
     profile: Profile
@@ -71,7 +71,7 @@ class Store:
     """Block store of one replica, which publishes its changes to the router's indexes."""
 
     def __init__(self, replica: str, site: Site, *, max_batch_tokens: int) -> None:
-        """max_batch_tokens: of a step."""
+        """max_batch_tokens: limit of a step."""
         self.replica = replica
         setup, kv, clock = site.setup, site.profile.kv, site.clock
         size, num_host_blocks = setup.block_size, setup.host_tokens // setup.block_size
