@@ -1,4 +1,4 @@
-"""Open-loop load on a deployment: requests are sent at their trace times, every token is timed; and its summary."""
+"""Open-loop load on a deployment: sends requests at their trace times, times every token, and sums up."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Answered:
 
     @property
     def ttft_s(self) -> float:
-        """Time to first token since the request was due, so that a slow load generator shows."""
+        """Time to first token since the request was due, so that delays of the load generator count."""
         return self.first_token_at - self.request.arrival_s
 
     @property

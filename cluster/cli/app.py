@@ -99,7 +99,7 @@ def main() -> None:
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     code = run(sys.argv[1:])
     if any(thread.name == "joining Ray" for thread in threading.enumerate()):
-        # It hangs in Ray's C++ code, which would crash or wait in a regular exit.
+        # That thread hangs in Ray's C++ code, which would crash or wait in a regular exit.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -1,6 +1,6 @@
-"""Connections to a deployment: its state by its name, its controller, its routers; or over SSH to its head.
+"""Connections to a deployment: its state by name, its controller and its routers; or by SSH to its head.
 
-Commands call this before they import Ray or anything that imports it: see local_ray.join().
+Commands call these functions before they import Ray or anything that imports it: see local_ray.join().
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _OPTIONS = ("-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=15")
 
 
 def find_state(name: str | None, *, to_remove: bool = False) -> State:
-    """Return the deployment called `name`, or the only one: of this machine's user or, with an address, of that Ray.
+    """Return the deployment called `name`, or the only one, on this machine or, with an address, on that Ray.
 
     to_remove: also return a partial deployment. Raises NotDeployed, SpecError if there are several, and DeployError if
     no Ray answers there.

@@ -184,9 +184,9 @@ def _stdin() -> str:
 
 
 def _utf8(source: str, text: str) -> str:
-    """Return the text as UTF-8. Raises SpecError if it is none.
+    """Return the text as UTF-8. Raises SpecError if it is not UTF-8.
 
-    Python turns bytes that the locale does not have into surrogates: all but ASCII with LC_ALL=C.
+    Python turns bytes that the locale lacks into surrogates; with LC_ALL=C, all but ASCII.
     """
     try:
         has_surrogates = any("\ud800" <= one <= "\udfff" for one in text)

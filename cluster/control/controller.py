@@ -358,7 +358,7 @@ def _prepare_authority(spec: Spec) -> None:
     """Create the deployment's own certificate authority, or validate the operator's. Raises SpecError.
 
     It is kept in Ray's store only, from which a restarted controller reads it; processes that can read it can run code
-    on every node anyway. Of the operator's, only the paths are stored, in the spec.
+    on every node anyway. Of an operator's authority, only the paths of its files are stored, in the spec.
     """
     if spec.security.tls == "auto":
         store.put(namespace(spec.name), _AUTHORITY, Authority.create(spec.name).to_json())

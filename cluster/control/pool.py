@@ -107,7 +107,7 @@ class ReplicaPool:
         for make, goal in goals.items():
             members, starts = self.members_of(make), self.starts(make)
             num_stable = sum(member.is_stable(now) for member in members if member.stays)
-            # Only if none is missing.
+            # Count a success only if no replica is missing.
             if members and num_stable >= goal.count:
                 starts.reset()
             views = [member.life.view for member in members]

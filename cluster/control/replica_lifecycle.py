@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 _POLL_S = 1.0
 # While a caller waits for the change.
 _POLL_EAGERLY_S = 0.2
-# A rank 0 that has not answered for this long hangs.
+# A rank 0 that has not answered for this long is taken to hang.
 _SILENT_S = 60.0
 # Pause between two tries to adopt a replica, and their limit, which `cluster status` waits for.
 _TRY_AGAIN_S = 1.0
@@ -289,8 +289,7 @@ async def _adopt(replica: str, name: str, desired: Desired | None) -> ReplicaLif
 
 
 async def _try_to_adopt(life: ReplicaLifecycle) -> bool:
-    """Adopt the replica. Return False if the network failed; it may be back in a moment, as after a reboot of this
-    host."""
+    """Adopt the replica. Return False if the network failed; it may return soon, as after a reboot of this host."""
     try:
         await life.adopt()
     except (RankUnreachable, TimeoutError) as error:

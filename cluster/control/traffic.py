@@ -27,7 +27,7 @@ _MAX_REQUESTS = 100_000
 _MAX_IDS = 4_000_000
 # Age limit of a router's report about replicas.
 _FRESH_S = 30.0
-# Of a captured hash: JSON readers represent such integers exactly.
+# Bytes of a captured hash. JSON readers represent such integers exactly.
 _ID_BYTES = 6
 
 
@@ -48,7 +48,7 @@ class TrafficLog:
         self._reports: dict[str, tuple[float, TrafficReport]] = {}
 
     def note(self, report: TrafficReport) -> str:
-        """Merge a router's report. Returns our `life`."""
+        """Merge a router's report. Returns the `life` of this log."""
         now = self._now()
         for number, seen in {**report.arrived, **report.changed}.items():
             key = (report.router, number)
@@ -105,7 +105,7 @@ class CaptureReport(TypedDict):
     seconds: float  # since the start
     requests: int
     bytes: int
-    # It stopped at its size limit or on a full disk.
+    # The capture stopped at its size limit or on a full disk.
     is_full: bool
 
 
@@ -122,7 +122,7 @@ class TrafficCapture:
         self._num_bytes = 0
         self._is_full = False
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # May be left by an earlier run of the controller, a link, or readable by others.
+        # An existing file may come from an earlier run of the controller, be a link, or be readable by others.
         path.unlink(missing_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         self._file = os.fdopen(descriptor, "wb", buffering=0)

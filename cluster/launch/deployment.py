@@ -300,7 +300,7 @@ def _start(
     status.await_ready(controller, Role, deadline=deadline, reporter=reporter)
     watch.lap("replicas after that")
     counts = {role.value: spec.pool(role).replicas for role in Role}
-    # The routers of the endpoints run already; of our own, some may still be starting.
+    # Routers of the endpoints' owner run already; some of our own may still be starting.
     router_admin.await_seen(state, counts, num_routers=place.router.replicas if place.is_attached else 1)
     if place.router.keys == "required" and not place.is_attached:
         operator_key.make(controller, spec.name, say=reporter.say)

@@ -42,7 +42,7 @@ _ASK_S = 60.0
 
 
 def connect(address: str, name: str, *, within_s: float = _JOIN_S) -> None:
-    """Join the Ray cluster at `address` ("host", "host:port" or "auto"), once.
+    """Join the Ray cluster at `address` ("host", "host:port" or "auto"). No-op if this process has joined a cluster.
 
     Raises DeployError if it does not answer. The thread that joins may stay then; see JOINING.
     """
@@ -86,7 +86,7 @@ def connect(address: str, name: str, *, within_s: float = _JOIN_S) -> None:
 def _join(joined: Future[None], address: str, arguments: dict[str, Any]) -> None:
     try:
         ray.init(address=address, **arguments)
-    except BaseException as error:  # the caller raises it
+    except BaseException as error:  # the caller gets it through the future
         joined.set_exception(error)
     else:
         joined.set_result(None)

@@ -90,7 +90,7 @@ def examine(spec: Spec, nodes: Sequence[Node]) -> HostReport:
 def compare(reports: Sequence[HostReport], *, begin_s: float, end_s: float) -> Iterator[str]:
     """Warn of versions that most hosts do not have, and of clocks that differ from this host's.
 
-    begin_s, end_s: between which the reports were made, by this host's clock.
+    begin_s, end_s: times by this host's clock between which the reports were made.
     """
     for name in sorted({name for report in reports for name in report.versions}):
         usual, _ = Counter(report.versions.get(name, "missing") for report in reports).most_common(1)[0]

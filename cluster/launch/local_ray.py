@@ -1,7 +1,7 @@
 """Local Ray, bound to loopback, for a deployment without --address.
 
-It is an ordinary `ray start --head --block`, detached from the command that started it. A mark in the environment of
-its processes identifies them, so no pid can go stale and no other Ray is ever stopped.
+This Ray is an ordinary `ray start --head --block`, detached from the command that started it. A mark in the environment
+of its processes identifies them, so no pid can go stale and no other Ray is ever stopped.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def prepare() -> LocalRay:
 
 
 def start(local: LocalRay, *, log: Path) -> None:
-    """Start it and return once it accepts drivers.
+    """Start the local Ray and return once it accepts drivers.
 
     On failure raises DeployError with Ray's message, and nothing keeps running.
     """
@@ -116,7 +116,7 @@ def start(local: LocalRay, *, log: Path) -> None:
     while _READY not in log.read_bytes():
         has_ended, is_late = process.poll() is not None, time.monotonic() > deadline
         if has_ended and not is_late and _LATE in log.read_bytes():
-            # Ray gives up after 30 s, which a busy machine may need.
+            # Ray gives up after 30 s, which may be too short on a busy machine: try again.
             processes.end(local.mark, grace_s=_STOP_S)
             process = _spawn(command, environment, log)
         elif has_ended or is_late:
@@ -126,13 +126,13 @@ def start(local: LocalRay, *, log: Path) -> None:
 
 
 def stop(local: LocalRay) -> None:
-    """Stop it with everything that runs in it. Returns when no process is left. Idempotent."""
+    """Stop the local Ray with everything that runs in it. Returns when no process is left. Idempotent."""
     processes.end(local.mark, grace_s=_STOP_S)
     shutil.rmtree(local.temp_dir, ignore_errors=True)
 
 
 def join(local: LocalRay) -> None:
-    """Set the environment for a driver of this Ray. Call it before Ray is imported, which reads some of it then."""
+    """Set the environment for a driver of this Ray. Call this before importing Ray, which reads some of it then."""
     is_set = local.environment.items() <= os.environ.items()
     assert is_set or "ray" not in sys.modules, "Ray was imported before local_ray.join()"
     os.environ.update(local.environment)

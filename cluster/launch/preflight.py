@@ -108,7 +108,7 @@ def check_index(url: str, *, name: str = "", trust_network: bool = False) -> Non
         with asked_once(url, within_s=_REDIS_S) as redis:
             deadline = time.monotonic() + LEASE_S + _POLL_S
             while (living := living_members(redis, name)) and time.monotonic() < deadline:
-                # They may belong to a deployment that has just ended.
+                # These members may belong to a deployment that has just ended.
                 time.sleep(_POLL_S)
     except DeployError as error:
         raise DeployError(f"index: {error}") from None

@@ -29,7 +29,7 @@ def find(address: str, name: str | None) -> State:
             f"`cluster --address {address} down` removes what is left of it"
         )
     spec = parse_spec(driver.ask(controller, "status")["spec"], origin="the stored spec")
-    # deploy() has filled the host in then.
+    # On a single machine, deploy() has filled in the host.
     is_one_machine = spec.router.host not in (None, *EVERYWHERE)
     endpoints = plan_endpoints(spec.router, live_nodes(), is_one_machine=is_one_machine)
     return replace(

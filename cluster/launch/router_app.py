@@ -58,14 +58,14 @@ def start_router(name: str, application: serve.Application) -> None:
 
 
 def router_ips(name: str) -> set[str]:
-    """Return the addresses of the nodes that run its routers; empty if Serve does not know."""
+    """Return the addresses of the nodes that run a deployment's routers; empty if Serve does not know."""
     if not is_serve_running():
         return set()
     return {replica["node_ip"] for replica in _replicas(name) if replica["state"] == "RUNNING"}
 
 
 def router_nodes_of(name: str) -> list[Node]:
-    """Return the nodes that run its routers."""
+    """Return the nodes that run a deployment's routers."""
     ips = router_ips(name)
     return [node for node in live_nodes() if node.ip in ips]
 
@@ -81,7 +81,7 @@ def stop_router(name: str, *, owns_serve: bool) -> None:
     if name in serve.status().applications:
         serve.delete(name, _blocking=False)
         for replica in _replicas(name):
-            # It may have ended by itself.
+            # The router may have ended by itself.
             with contextlib.suppress(ValueError):
                 ray.kill(ray.get_actor(replica["actor_name"], namespace="serve"))
     if owns_serve and is_only_application(name):

@@ -49,7 +49,7 @@ def build(launch: Launch, actor_options: dict[str, Any], *, max_per_node: int | 
         health_check_period_s=2,
         health_check_timeout_s=10,
         graceful_shutdown_wait_loop_s=_LOOK_S,
-        # For close().
+        # Draining and shutting down happen within this time.
         graceful_shutdown_timeout_s=router.shutdown_delay(router.host or "") + launch.spec.timeouts.drain_s + _LEAVE_S,
         **on_nodes,
     )(Router)

@@ -15,7 +15,7 @@ from cluster.ray import store
 from core.types.errors import DeployError
 from core.types.json_records import known_fields
 
-# Namespaces of deployments have a name after the prefix.
+# Namespaces of deployments consist of this prefix and a name.
 _NAMESPACE = "xpyd"
 
 

@@ -44,7 +44,7 @@ class Updater:
         self._pools = pools
         self._reporter = reporter
         self._save = save
-        # time.monotonic() since which the canary is complete.
+        # time.monotonic() at which the canary became complete.
         self._tried_since: float | None = None
         # Traffic share of the new revision.
         self._share = 0.0
@@ -238,7 +238,7 @@ class Updater:
         return next_step(views, is_trial=update.phase is Phase.CANARY)
 
     def _room(self, pools: Mapping[Role, PoolSpec], lacking: Mapping[Role, int]) -> dict[Role, int]:
-        """Return for how many lacking replicas there is room now."""
+        """Return how many of the lacking replicas have room now."""
         waiting = {role: sum(view.state is ReplicaState.PENDING for view in self._pools[role].views) for role in pools}
         try:
             return share_out(live_nodes(), pools, waiting, lacking)
@@ -247,8 +247,7 @@ class Updater:
             return dict.fromkeys(pools, 0)
 
     def _check_room(self, desired: Desired, spec: Spec, roles: Iterable[Role]) -> None:
-        """Check that one new replica of each role fits next to the old ones, or after all but the last of these made
-        room.
+        """Check that one new replica of each role fits next to the old ones, or once only one of these is left.
 
         Raises DeployError.
         """
