@@ -107,7 +107,7 @@ def fingerprint(path: Path, *, max_context: int | None = None) -> str:
     """Return an identity of the weights: equal on every machine with the same files, and fast for any size.
 
     Hashes the settings, the index, and the size and byte samples of each weight file. max_context: see `load`; a
-    lengthened model has an identity of its own, because its keys differ.
+    lengthened model has another identity, because its keys differ.
     """
     digest = blake2b(digest_size=16, person=b"model")
     if max_context and any(rope.is_long for rope in load(path, max_context=max_context).ropes):

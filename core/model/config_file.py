@@ -1,4 +1,4 @@
-"""Settings of a model directory in config.json's form: that file, or Mistral's params.json where there is only this.
+"""Settings of a model directory in config.json's form: that file, or Mistral's params.json if it is the only one.
 
 Keys of params.json, and Mistral's own names of tensors, are those of mistral-inference and of vLLM's readers of this
 format.
@@ -93,7 +93,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def own_names(message: str) -> str:
-    """Return an error message about config.json with params.json's names of the keys."""
+    """Replace config.json's keys in an error message by those of params.json."""
     return _NAME.sub(lambda match: _OWN_NAMES[match[0]], message)
 
 
@@ -208,7 +208,7 @@ def _rope(settings: Settings, *, is_latent: bool, scales: bool) -> dict[str, Any
 
 
 def _window(settings: Settings, max_position: Any) -> int | None:
-    """Return the one sliding window of all layers. A list has a window per layer; one of the context has no effect.
+    """Return the one sliding window of all layers. A list has one per layer; one as long as the context has no effect.
 
     Raises SpecError for layers of different kinds.
     """
@@ -279,7 +279,7 @@ def _inside(name: str) -> Iterator[None]:
 
 
 def _refuse_unknown(settings: Settings, ignored: tuple[str, ...] = ()) -> None:
-    """Raise SpecError for a setting that nothing has read, unless it is at a value that changes nothing."""
+    """Raise SpecError for a setting that no code has read, unless its value changes nothing."""
     for name, found in settings.unread_effects().items():
         if name not in ignored:
             raise SpecError(f"{name:.60} {found!r:.60} is not supported, and may change the results")

@@ -20,7 +20,7 @@ from core.types.errors import SpecError
 
 HeadsKind = Literal["medusa", "eagle", "mtp"]
 
-# Full steps whose features are kept for the positions from which sequences may continue.
+# Number of full steps whose features are kept for the positions where sequences may continue.
 STEPS_KEPT = 4
 _FURTHER = "num_nextn_predict_layers"
 _WITH_FURTHER_LAYERS = (
@@ -164,7 +164,7 @@ def _eagle(directory: Path, raw: Mapping[str, Any], model: ModelConfig) -> Heads
 
 
 def _speculators_variant(directory: Path, raw: Mapping[str, Any]) -> Eagle3Variant:
-    """Variant of heads in the layout of `speculators`. Raises SpecError for layouts that are not supported."""
+    """Return the variant of heads in the layout of `speculators`. Raises SpecError if it is not supported."""
     layer = raw["transformer_layer_config"]
     for name, found, supported in (
         ("speculators_model_type", raw["speculators_model_type"], "eagle3"),
@@ -220,7 +220,7 @@ def _mtp(directory: Path, raw: Mapping[str, Any], model: ModelConfig) -> HeadsCo
     if model.num_further_layers != 1:
         raise SpecError(f"{directory}: {_FURTHER} {model.num_further_layers} is not supported; supported: 1")
     last = next(layer for layer in reversed(model.layers) if layer.has_kv)
-    # With sparse attention it chooses positions itself: no other layer does in its steps.
+    # With sparse attention the MTP layer chooses positions itself: no other layer does in its steps.
     is_indexed = model.latent is not None and model.latent.index is not None
     layers = [replace(last, is_sparse=model.experts is not None and last.has_mlp, has_indexer=is_indexed)]
     if not last.has_mlp:

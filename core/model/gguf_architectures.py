@@ -1,6 +1,6 @@
 """Architectures of GGUF files: their metadata as a Hugging Face config, and Hugging Face's names of their tensors.
 
-Both invert llama.cpp's converter (conversion/*.py). What it leaves out of a file is as in src/models/*.cpp.
+Both invert llama.cpp's converter (conversion/*.py). Settings left out of a file are as in src/models/*.cpp.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Config = dict[str, Any]
 _MAX_COUNT = 1 << 31
 _SIGMOID = 2  # expert_gating_func
 
-# Keys that change results, with the values that do not, for architectures that do not read them. 0 is "not set".
+# Keys that change results, each with its neutral values, for architectures that do not read them. 0 means not set.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("logit_scale", "embedding_scale", "residual_scale"), (0, 1)),
     **dict.fromkeys(("attention.scale", "attention.output_scale", "attention.temperature_scale"), (0,)),
@@ -91,7 +91,7 @@ class GGUFMetadata:
 
 @dataclass(frozen=True, kw_only=True)
 class GGUFArchitecture:
-    """Architecture. `family`: of config.json. `settings`: those that differ from the ones of `_common`."""
+    """Architecture of GGUF files. family: that of config.json. settings: returns those that differ from `_common`."""
 
     family: str
     settings: Callable[[GGUFMetadata, Config], Config] = lambda metadata, config: {}
@@ -118,7 +118,7 @@ def read_config(architecture: str, metadata: GGUFMetadata) -> Config:
 
 
 def stored_names(architecture: str, role: str, suffix: str) -> tuple[str, ...]:
-    """Return Hugging Face's names in a layer of the matrices whose rows a tensor holds; empty if it is unknown.
+    """Return Hugging Face's names, within a layer, of the matrices in a tensor's rows; empty if it is unknown.
 
     {e} stands for an expert's number.
     """
@@ -345,7 +345,7 @@ ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
 
 
 def rows_of(names: Sequence[str], num_rows: int, config: Config) -> list[int]:
-    """Return the number of rows of each part of a tensor of several matrices."""
+    """Return the number of rows of each matrix that a tensor holds."""
     if len(names) != 3:
         return [num_rows // len(names)] * len(names)
     return [config[heads] * config["head_dim"] for heads in ("num_attention_heads", *("num_key_value_heads",) * 2)]

@@ -124,7 +124,7 @@ class GGMLType(NamedTuple):
     num_bytes: int
 
 
-# Keyed by ggml's type number. Those that the gguf package can dequantize.
+# Types that the gguf package can dequantize, by ggml's type number.
 GGML_TYPES = {
     0: GGMLType("F32", 1, 4),
     1: GGMLType("F16", 1, 2),

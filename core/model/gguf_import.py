@@ -98,7 +98,7 @@ def _config(files: Sequence[tuple[Path, GGUFHeader]]) -> tuple[str, dict[str, An
 
 
 def _stored(tensor: GGUFTensor, path: Path, config: dict[str, Any], architecture: str) -> list[StoredTensor]:
-    """Return the matrices in a tensor, under Hugging Face's names; none of rotary divisors."""
+    """Return the matrices in a tensor, under Hugging Face's names; none for rotary divisors."""
     if tensor.name.removesuffix(".weight") in _VECTORS:
         return []
     if tensor.ggml_type not in GGML_TYPES:
@@ -124,7 +124,7 @@ def _stored(tensor: GGUFTensor, path: Path, config: dict[str, Any], architecture
 
 
 def _matrices(whole: StoredTensor, config: dict[str, Any], architecture: str) -> Iterator[StoredTensor]:
-    """Yield the matrices in the rows of a tensor. whole: under its own name."""
+    """Yield the matrices in the rows of a tensor. whole: the tensor under its own name."""
     names = _hugging_face_names(whole.name, architecture)
     num_rows = whole.shape[0]
     if "{e}" in names[0]:

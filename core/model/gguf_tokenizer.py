@@ -92,7 +92,7 @@ def special_token(metadata: dict[str, Any], role: str) -> str | None:
 
 
 def end_token_ids(metadata: dict[str, Any]) -> list[int]:
-    """Return the ids that end generation: the file's own, then the tokens of the vocabulary that are known to."""
+    """Return the ids that end generation: the file's own, then tokens of the vocabulary that are known to end it."""
     own = (special_token_id(metadata, role) for role in ("eos", "eot", "eom"))
     tokens = _tokens(metadata)
     known = _END_OF_GENERATION.intersection(tokens)
@@ -150,7 +150,7 @@ def _byte_level(metadata: dict[str, Any]) -> Tokenizer:
 
 
 def _bpe(**settings: Any) -> Tokenizer:
-    # The library panics, beyond `except Exception`, at a merge whose result is longer than every token.
+    # The library panics, which `except Exception` does not catch, at a merge whose result is longer than every token.
     if absent := next((merge for merge in settings["merges"] if "".join(merge) not in settings["vocab"]), None):
         text = f"merge {' '.join(absent)!r} forms no token"
         raise SpecError(f"the GGUF's vocabulary and merges do not fit together: {text}; download it again")

@@ -1,6 +1,6 @@
 """Pre-tokenizers of GGUF files by name (`tokenizer.ggml.pre`), as in llama.cpp's table.
 
-Each regular expression splits the pieces of the one before it. Several names stand for the same words.
+Each regular expression splits the pieces of the one before it. Several names stand for the same pre-tokenizer.
 """
 
 from __future__ import annotations

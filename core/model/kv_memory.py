@@ -18,16 +18,16 @@ _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8_e4m3": 1, "int8":
 _SCALE_BYTES = {"fp8_e4m3": 2, "int8": 2, "int4": 4}
 # Reuses most prompt tokens of a public trace of conversations: see "State checkpoints" in docs/benchmarks/planner.md.
 _TOKENS_PER_STATE = 4096
-# Part of the memory that states get at least. Small states, as LFM2's, are one per few blocks then, so that as many
-# short prefixes as the blocks hold can be reused.
+# States get at least 1 / _LEAST_PART of the memory. Small states, such as LFM2's, are then one per few blocks, so that
+# short prefixes can be reused.
 _LEAST_PART = 32
 
 
 def state_slots_for(memory_bytes: int, state_bytes: int, *, token_bytes: int, max_running: int) -> int:
     """Return the number of state slots: one per running sequence and as many checkpoints, in half the memory at most.
 
-    If the memory has room for more, one per _TOKENS_PER_STATE tokens of KV, or what fits into a _LEAST_PART of it. At
-    least 2, for one sequence and one checkpoint. token_bytes: KV of one token.
+    If there is room for more: one per _TOKENS_PER_STATE tokens of KV, or what fits into 1 / _LEAST_PART of the memory.
+    At least 2, for one sequence and one checkpoint. token_bytes: KV of one token.
     """
     by_tokens = memory_bytes // (state_bytes + _TOKENS_PER_STATE * token_bytes)
     num_slots = max(2 * max_running, by_tokens, memory_bytes // _LEAST_PART // state_bytes)
@@ -46,11 +46,11 @@ class WindowArithmetic:
     window: int  # in tokens
     block_size: int
     max_context: int
-    max_batch_tokens: int  # of a step
+    max_batch_tokens: int  # limit of a step
 
     @property
     def num_least(self) -> int:
-        """Parts for the largest step and one sequence that another replica ships while it decodes."""
+        """Parts for the largest step, and for one sequence that arrives while its sender still decodes it."""
         return least_parts(window=self.window, block_size=self.block_size, max_batch_tokens=self.max_batch_tokens) + -(
             -ROOM_TOKENS // self.block_size
         )
@@ -143,7 +143,7 @@ class PoolSizes(NamedTuple):
     num_window_parts: int | None = None
 
     def max_batch(self, cache: CacheShape, context: int, *, max_batch_tokens: int) -> int:
-        """Return how many sequences of `context` tokens fit at once. max_batch_tokens: of a step."""
+        """Return how many sequences of `context` tokens fit at once. max_batch_tokens: limit of a step."""
         num_held = -(-context // cache.block_size)
         num_sequences = self.num_blocks // num_held
         if self.num_window_parts is not None:
@@ -163,8 +163,8 @@ class PoolSizes(NamedTuple):
 class CacheShape:
     """Bytes that the layers of a model cache, on one rank or on all ranks of a replica.
 
-    Keys and values, latents and index keys grow with the tokens. Layers with a window keep those that coming queries
-    see, if they are freed. Recurrent layers have one state per sequence.
+    Keys and values, latents and index keys grow with the tokens. Layers with a window keep those that later queries
+    see, if the others are freed. Recurrent layers have one state per sequence.
     """
 
     block_size: int
@@ -304,7 +304,7 @@ class KVArithmetic:
 
     @property
     def bytes_per_token(self) -> int:
-        """KV on all ranks of a replica."""
+        """KV bytes of one token on all ranks of a replica."""
         return self.cache.token_bytes * self.tensor_parallel
 
     @cached_property

@@ -13,7 +13,7 @@ _FP32_BYTES = 4
 
 
 class StatePart(NamedTuple):
-    """Part of a state, in equal units of which ranks have ranges."""
+    """Part of a state, divided into equal units; each rank has a range of them."""
 
     num_units: int
     # Channels of a unit in each section of the convolution, such as queries, keys and values. A rank's channels are
@@ -68,7 +68,7 @@ class RecurrentShape(ABC):
             )
 
     def unit_bytes(self, part: int, *, number_bytes: int) -> int:
-        """Return the bytes of a unit of one part. number_bytes: of the activations' dtype."""
+        """Return the bytes of a unit of one part. number_bytes: size of the activations' dtype."""
         num_units, unit_channels = self.parts[part]
         matrices = self.matrix_bytes() // num_units if part == 0 else 0
         return matrices + (self.conv_width - 1) * sum(unit_channels) * number_bytes
@@ -82,7 +82,7 @@ class RecurrentShape(ABC):
         return prod(self.matrix_shape(num_ranks)) * _FP32_BYTES
 
     def state_bytes(self, num_ranks: int = 1, *, number_bytes: int) -> int:
-        """Return the bytes of a sequence's state on one rank. number_bytes: of the activations' dtype."""
+        """Return the bytes of a sequence's state on one rank. number_bytes: size of the activations' dtype."""
         return self.matrix_bytes(num_ranks) + prod(self.conv_shape(num_ranks)) * number_bytes
 
 

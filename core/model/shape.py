@@ -90,7 +90,7 @@ class ExpertsConfig:
     has_bias: bool = False  # of the experts' matrices
     weighs_inputs: bool = False  # whether weights multiply the experts' inputs instead of their outputs
     has_expert_scales: bool = False  # whether each expert's weight has a learned factor
-    beside_mlp: bool = False  # whether a dense MLP runs beside the experts, each with norms of its own (Gemma 4)
+    beside_mlp: bool = False  # a dense MLP runs beside the experts, each with separate norms (Gemma 4)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +143,7 @@ class LayerConfig:
 
     @property
     def has_kv(self) -> bool:
-        """Whether it stores keys and values of its own."""
+        """True if the layer stores its own keys and values."""
         return self.has_mixer and self.kv_layer is None and self.recurrent is None
 
 
@@ -194,15 +194,15 @@ class ModelConfig:
     has_layer_scales: bool = False  # a learned factor of each layer's output
     logits_scale: float = 1.0
     logits_soft_cap: float | None = None
-    per_layer_dim: int = 0  # features of the embeddings that each layer has for itself (Gemma 4); 0: none
+    per_layer_dim: int = 0  # features of layer-specific embeddings (Gemma 4); 0: none
     per_layer_vocab_size: int = 0
 
     def lengthened(self, max_context: int | None) -> ModelConfig:
         """Return the model for contexts of `max_context` tokens; differs for LongRoPE only.
 
-        Its frequencies have two sets of divisors: up to original_max_position, which is the context by default, and
-        beyond. transformers chooses by the length of each prompt, which would make cached keys depend on later tokens.
-        Here all sequences of a deployment use the same set, as in vLLM.
+        LongRoPE has two sets of frequency divisors: up to original_max_position, the default context, and beyond.
+        transformers chooses by the length of each prompt, which would make cached keys depend on later tokens. Here all
+        sequences of a deployment use the same set, as in vLLM.
         """
         rope = self.ropes[0]
         if rope.kind != "longrope" or not max_context or max_context <= rope.original_max_position:
@@ -216,9 +216,9 @@ class ModelConfig:
 
     @property
     def kv_windows(self) -> tuple[int, ...]:
-        """Positions that a query sees, its own included, of each layer in `kv_layers`; 0: all. A chunk counts as one.
+        """Positions that a query sees, its own included, of each layer in `kv_layers`; 0: all. Chunks count as windows.
 
-        Layers that share keys and values count together.
+        For layers that share keys and values, the widest window counts.
         """
         readers: dict[int, list[int]] = {}
         for index, layer in enumerate(self.layers):
@@ -363,7 +363,7 @@ class ModelConfig:
             raise SpecError(f"redundant_experts: {redundant} are more than the {most} that {size} ranks do not hold")
 
     def check_drafts(self, key: str) -> None:
-        """Raise SpecError if this model cannot draft: rejected tokens cannot be taken out of a state again.
+        """Raise SpecError if this model cannot draft: rejected tokens cannot be removed from a state.
 
         key: field of the spec.
         """

@@ -45,8 +45,8 @@ def open_tokenizer(model_dir: Path) -> Tokenizer:
     """Return the tokenizer as transformers builds it. Raises SpecError.
 
     Tokens of `added_tokens_decoder`, or of the older added_tokens.json, take precedence over those of tokenizer.json.
-    Named tokens such as eos_token are special, even if tokenizer.json has an ordinary word of that text. A text that is
-    not in the vocabulary is left out: the model has no row for it.
+    Named tokens such as eos_token are special, even if tokenizer.json has an ordinary word of that text. A named token
+    that is not in the vocabulary is left out: the model has no row for it.
     """
     path = check_tokenizer(model_dir)
     tokenizer = _load(path)

@@ -160,7 +160,7 @@ def with_experts(
 
 
 def _groups(settings: Settings, counts: Fields, *, best: int) -> Fields:
-    """Read the groups of experts. best: experts whose scores rank a group. Raises SpecError."""
+    """Read the groups of experts. best: number of experts whose scores rank a group. Raises SpecError."""
     num_experts, num_per_token = counts["num_experts"], counts["num_per_token"]
     num_groups = settings.count("n_group", 1, most=num_experts)
     num_groups_per_token = settings.count("topk_group", 1, most=num_groups)
@@ -175,7 +175,7 @@ def _groups(settings: Settings, counts: Fields, *, best: int) -> Fields:
 
 
 def _glm4_moe(settings: Settings) -> Fields:
-    """Read GLM-4.5, 4.6 and 4.7: these experts beside grouped-query attention."""
+    """Read GLM-4.5, 4.6 and 4.7: the same experts, with grouped-query attention."""
     fields = with_rope(settings, common(settings), can_be_partial=True) | {"has_output_bias": False}
     if settings.switch("use_qk_norm"):
         fields["qk_norm"] = "head"

@@ -76,7 +76,7 @@ def with_qwen_experts(settings: Settings, fields: Fields) -> Fields:
 
 def _minimax_m2(settings: Settings) -> Fields:
     """Read MiniMax-M2: norms over whole projections of queries and keys, and sigmoid scores."""
-    # Published files give the rotated features by number.
+    # Published files give the number of rotated features instead of their share.
     if "rotary_dim" in settings and "partial_rotary_factor" not in settings:
         share = settings.count("rotary_dim") / settings.count("head_dim")
         settings = settings.replaced(partial_rotary_factor=share)

@@ -79,7 +79,7 @@ def stacked_experts(
 ) -> tuple[Stored, Stored]:
     """Return the rules for experts that two tensors hold, one of gate and up, one of down.
 
-    block: pattern of the name before theirs. names: of the two. split, is_transposed: see Stored.
+    block: pattern of the name before theirs. names: names of the two tensors. split, is_transposed: see Stored.
     """
     gate_up, down = (rf"{block}\.{name}" for name in names)
     shape: dict[str, Any] = {"has_experts": True, "is_transposed": is_transposed}
@@ -146,7 +146,7 @@ def with_default_rope(settings: Settings, parameters: Mapping[str, Any]) -> Sett
 
 
 def with_ropes(fields: Fields, ropes: Mapping[str, RopeConfig], kinds: Sequence[str]) -> Fields:
-    """Add a rotation for each kind of layer. kinds: of each layer."""
+    """Add a rotation for each kind of layer. kinds: kind of each layer."""
     shared = {"ropes": tuple(ropes.values()), "max_context": max(context_of(rope) for rope in ropes.values())}
     return with_layers(fields | shared, rope=[list(ropes).index(kind) for kind in kinds])
 
@@ -170,20 +170,20 @@ def layer_kinds(
     *,
     key: str = "layer_types",
 ) -> list[str]:
-    """Return the kind of each layer: the setting's, or the default of its index. Raises SpecError for others."""
+    """Return the kind of each layer: the setting's, or the default of its index. Raises SpecError for unknown kinds."""
     older = {name: kind for name, kind in _OLDER.items() if kind in kinds}
     listed = settings.per_layer(key, num_layers, (*kinds, *older)) or [default(index) for index in range(num_layers)]
     return [older.get(kind, kind) for kind in listed]
 
 
 def with_windows(settings: Settings, fields: Fields, kinds: Sequence[str]) -> Fields:
-    """Add the sliding window to the layers of that kind."""
+    """Add the sliding window to the layers of kind SLIDING. kinds: kind of each layer."""
     window = settings.count("sliding_window") if "sliding_window" in settings and SLIDING in kinds else None
     return with_layers(fields, window=[window if kind == SLIDING else None for kind in kinds])
 
 
 def with_optional_windows(settings: Settings, fields: Fields, kinds: Sequence[str]) -> Fields:
-    """Add the windows of these kinds of layers, if `use_sliding_window` is set."""
+    """Add the window to the sliding layers, if `use_sliding_window` is set. kinds: kind of each layer."""
     return with_windows(settings, fields, kinds if settings.switch("use_sliding_window") else [FULL] * len(kinds))
 
 

@@ -1,6 +1,6 @@
 """Gemma 2 and 3: norms before and after each part, soft caps, alternating windows.
 
-Gemma 4: unlike heads, layers that share keys and values, embeddings per layer, and experts beside an MLP.
+Gemma 4: heads that differ by layer, layers that share keys and values, embeddings per layer, and experts beside an MLP.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ _GATE_UP = ("gate_proj", "up_proj")
 
 
 def _with_recurrence(fields: Fields, kinds: Sequence[str], kind: str, shape: RecurrentShape) -> Fields:
-    """Replace attention by a recurrence in the layers of one kind. kinds: of each layer."""
+    """Replace attention by a recurrence in the layers of one kind. kinds: kind of each layer."""
     return with_layers(fields, recurrent=[shape if own == kind else None for own in kinds])
 
 
@@ -81,7 +81,7 @@ def _nemotron_h(settings: Settings) -> Fields:
     settings.choice("mlp_hidden_act", ("relu2",), "relu2")
     settings.choice("mamba_hidden_act", ("silu",), "silu")
     settings = settings.replaced(num_hidden_layers=len(kinds), rms_norm_eps=settings.real("layer_norm_epsilon"))
-    # Attention is not as elsewhere.
+    # The general bias settings do not apply to attention here.
     fields = with_rope(settings, common(settings)) | {"has_qkv_bias": False, "has_output_bias": False}
     fields |= {"norms_round_late": True, "activation": Activation("relu2")}
     mamba = _mamba(
