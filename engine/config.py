@@ -89,7 +89,7 @@ class EngineConfig:
         )
 
     def windows(self, layout: KVLayout) -> WindowArithmetic:
-        """Return the arithmetic of the parts of layers with a window."""
+        """Return the split of a pool between blocks and parts of layers with a window."""
         longest = model_config.load(self.model_dir).max_context
         return WindowArithmetic(
             window=layout.window,

@@ -39,7 +39,7 @@ class PromptQueries:
     first: int
     end: int
     runs_2RKB: Tensor
-    # None: causal from position 0, with L cut to Q.
+    # None: causal from position 0; keys are cut to L = Q.
     mask_QL: Tensor | None
     # Number of the L keys that belong to the row.
     most_keys: int

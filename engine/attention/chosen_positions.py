@@ -2,8 +2,8 @@
 
     score_tj = sum over g of weight_tg relu(q_tg . key_j)      t query, j position up to its own, g index head
 
-A query attends to the `top_k` positions with the largest scores, and of equal scores to the first. Index keys are the
-last numbers of latent rows. Sequences of at most `top_k` positions are attended to as a whole, without scores.
+A query attends to the `top_k` positions with the largest scores; ties go to the first. Index keys are the last numbers
+of latent rows. Sequences of at most `top_k` positions are attended to as a whole, without scores.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PRODUCTS_AT_ONCE = 1 << 24
 
 @dataclass(frozen=True)
 class Seekers:
-    """Queries that choose positions: one per row, or all those of one row."""
+    """Queries that choose positions: one per row, or all queries of one row."""
 
     # Tokens of the step.
     tokens_Q: Tensor

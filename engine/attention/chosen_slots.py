@@ -1,7 +1,7 @@
 """Choice of the positions that sparse attention attends to, by kernels: see chosen_positions.py.
 
 Attention reads the chosen rows where they are: to the kernel, the pool has blocks of one position, and the chosen slots
-are the block tables. Shapes and launches depend on the host's numbers only, so steps can be recorded.
+are the block tables. Shapes and launches depend only on numbers that the host knows, so steps can be captured.
 """
 
 from __future__ import annotations

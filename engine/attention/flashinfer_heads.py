@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 _HEAD_DIMS = (64, 128, 256)
 _DTYPES = (torch.bfloat16, torch.float16)
-# As recommended by its documentation.
+# As FlashInfer's documentation recommends.
 _WORKSPACE_BYTES = 128 << 20
 # Steps whose plans are kept: a plan is copied to the device only when the device reaches it.
 _NUM_PLANS = 2

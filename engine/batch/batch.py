@@ -181,7 +181,7 @@ class KeptRows:
             last = np.cumsum(query_lens)
             row_of_T = np.repeat(rows, query_lens)
             positions = np.arange(len(changes.token_ids)) + np.repeat(ends - last, query_lens)
-            # Positions without logits, up to each row's end.
+            # Number of positions without logits, up to each row's end.
             skipped = last - np.cumsum(num_logits)
             logits_rows = np.repeat(skipped, num_logits) + np.arange(num_logits.sum())
         return Batch(

@@ -110,7 +110,7 @@ class DeviceBatch:
         return on_device.with_windows(window_slots, group_tables, row_tables) if windowed else on_device
 
     def with_windows(self, slots_T: Tensor, tables_UB: Tensor, tables_RB: Tensor | None = None) -> DeviceBatch:
-        """Return the batch with its slots and tables in layers with a window. tables_RB: of the rows in `prompts`."""
+        """Return the batch with its slots and tables in layers with a window. tables_RB: those of rows in `prompts`."""
         groups, prompts = self.query_groups, self.prompts
         if prompts is not None:
             assert tables_RB is not None, "the prompts have no tables in layers with a window"

@@ -86,7 +86,7 @@ class RowChanges:
 
     @property
     def is_whole(self) -> bool:
-        """True if it does not depend on the previous step."""
+        """True if these rows do not depend on the previous step."""
         return bool((self.kept < 0).all())
 
     def encode(self) -> Ints:

@@ -23,7 +23,7 @@ from core.types.errors import DeployError
 
 logger = logging.getLogger(__name__)
 
-# Compiled kernels without AMX, compiled kernels with AMX, torch; on a GPU weights in the activations' dtype, FP8.
+# On a CPU: kernels without AMX, kernels with AMX, torch. On a GPU: weights in the activations' dtype, or in FP8.
 KERNELS, TILES, TORCH, FP8 = "kernels", "tiles", "torch", "fp8"
 # Smaller gains are noise, or are lost in calls from Python.
 _GAIN = 1.3
@@ -33,7 +33,7 @@ _TRIES = 5
 _BY, _BY_GPU = "thread_time", "synchronized"
 # Resolution of the clock.
 _LEAST_S = 1e-9
-# Wait for another process that is measuring.
+# Maximum wait for another process that is measuring.
 _MEASURE_S = 300.0
 
 Ways = Mapping[str, Callable[[], object]]
@@ -131,7 +131,7 @@ def _path_of(*facts: str) -> Path:
 
 
 def _quickest(seconds: Mapping[str, float]) -> str:
-    """Return the fastest. Torch must beat both kernels, because it breaks up the step's single program."""
+    """Return the fastest way; another one must beat the kernels by _GAIN. Torch breaks up the step's single program."""
     best = KERNELS
     for name in (TILES, TORCH, FP8):
         if seconds[best] > _GAIN * seconds.get(name, float("inf")):

@@ -4,7 +4,7 @@
     the first token, in the order of ids, at which the running sum of kept w exceeds draw * their total
 
 Nothing is sorted: non-negative floats order like their bits, so a limit is found by narrowing an interval of bits, each
-time to a quarter, or to the values that it holds. The reference is the sampler's torch path, which accumulates in fp64;
+time to a quarter, or to the range of its values. The reference is the sampler's torch path, which accumulates in fp64;
 this kernel uses fp32 in an order that depends on the vocabulary size only.
 
 Log-sum-exp: ln sum(exp(x)) of each row, in fp32. A row's result does not depend on other rows.
@@ -32,7 +32,7 @@ _BLOCK, _NUM_WARPS = 4096, 16
 def launch_choice(logits_RV: Tensor, numbers_R6: Tensor | None, *, block: int = _BLOCK) -> Tensor:
     """Return (R,) int32: tokens, or error codes. logits_RV: fp32, dense in V.
 
-    numbers_R6: int32, see NUM_NUMBERS, fractions as the bits of fp32; top-k 0 disables it. None: all rows are greedy.
+    numbers_R6: int32; see NUM_NUMBERS. Fractions are fp32 bits; top-k 0 disables it. None: all rows are greedy.
     """
     num_rows, vocabulary = logits_RV.shape
     assert logits_RV.stride(1) == 1 and logits_RV.dtype is torch.float32

@@ -49,7 +49,7 @@ class KVBasis(NamedTuple):
         return cls(*(x.float().contiguous().to(device) for x in (keys_KDD, values_KDD, queries_KDD, outputs_KDD)))
 
     def of_heads(self, q_TND: Tensor, k_TND: Tensor, v_TND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return rotated queries and keys, and values, in this basis."""
+        """Convert rotated queries and keys, and values, to this basis."""
         return change_basis(q_TND, self.queries), change_basis(k_TND, self.keys), change_basis(v_TND, self.values)
 
 

@@ -1,4 +1,4 @@
-"""Block allocator with a prefix cache: reference counts of blocks, and the index of those with a known content."""
+"""Block allocator with a prefix cache: reference counts of blocks, and an index of blocks with known content."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class BlockAllocator:
     """
 
     def __init__(self, num_blocks: int, eviction: Eviction | None = None) -> None:
-        """eviction: None: the least recently used block goes first."""
+        """eviction: None evicts the least recently used block first."""
         self.num_blocks = num_blocks
         self._free: deque[int] = deque(range(num_blocks))
         # Reference counts of held blocks.

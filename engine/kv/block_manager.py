@@ -48,7 +48,7 @@ class BlockManager(BlockAllocator):
     def match_reusable(self, hashes: Sequence[bytes]) -> int:
         """Count the leading blocks that a sequence can continue from.
 
-        With states: up to the last checkpoint. With windows: as long as a query behind them finds all its parts.
+        With states, up to the last checkpoint; with windows, to the last block behind which a query has all parts.
         """
         depth = self.match(hashes)
         if self.windows:
@@ -61,7 +61,7 @@ class BlockManager(BlockAllocator):
         return self.windows is not None and block is not None and block in self.windows
 
     def places_without_part(self, hashes: Sequence[bytes]) -> set[int]:
-        """Return the places of present blocks without parts among those that the query behind this prefix sees."""
+        """Return the places of blocks that the query behind this prefix sees and that are present without parts."""
         seen = self.windows.seen_from(len(hashes)) if self.windows else ()
         return {place for place in seen if hashes[place] in self and not self.has_part(hashes[place])}
 

@@ -171,9 +171,9 @@ class KVLayout:
 
     @cached_property
     def num_pieces(self) -> int:
-        """Number of pieces, each as long as a place, in which lower tiers store a block's checkpoint; see BlockManager.
+        """Number of place-sized pieces in which lower tiers store a block's checkpoint; see BlockManager.
 
-        0 if the model has no checkpoints, or if every layer has a window: there are no lower tiers then
+        0 if the model has no checkpoints, or if every layer has a window, because there are no lower tiers then
         (core/spec/kv_windows.py).
         """
         num_bytes = sum(map(self.slot_bytes_of, range(len(self.recurrent_layers)))) or self.window_part_bytes

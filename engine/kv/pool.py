@@ -116,7 +116,7 @@ class KVPool:
                 raise TransferError("a block to receive has no part in layers with a window")
 
     def window_slots(self, slots_T: Ints) -> Ints:
-        """Return the slots in layers with a window of the positions at `slots_T`."""
+        """Map slots of positions to their slots in layers with a window."""
         assert self.window_of is not None, "no layer of the pool has a window"
         return slots_in_windows(slots_T, self.window_of, self.layout.block_size)
 
@@ -254,7 +254,7 @@ class KVPool:
         return runs
 
     def _part_pieces(self, numbers: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Return the parts of these pieces, and the row of each piece in `_padded_parts` of them."""
+        """Return the parts of these pieces, and each piece's row in the result of `_padded_parts`."""
         num_pieces = self.layout.num_pieces
         pairs = [divmod(number - self.num_blocks, num_pieces) for number in numbers]
         rows = {part: row for row, part in enumerate(dict.fromkeys(part for part, _ in pairs))}
@@ -359,7 +359,7 @@ def window_manager_of(pool: KVPool, *, max_batch_tokens: int) -> WindowManager |
 
 
 def _kinds(ids: Sequence[int], num_blocks: int) -> list[tuple[list[int], list[int]]]:
-    """Split ids into those of blocks and those from `num_blocks` on: positions in the list, and ids."""
+    """Split ids into those below `num_blocks` and the others: positions in the list, and ids."""
     groups = ([i for i, one in enumerate(ids) if (one < num_blocks) == is_block] for is_block in (True, False))
     return [(group, [ids[i] for i in group]) for group in groups if group]
 

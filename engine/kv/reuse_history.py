@@ -35,7 +35,7 @@ def bin_of(age_s: float) -> int:
 
 
 class ReuseHistory:
-    """Reuse counts of each of `num_kinds` kinds of blocks.
+    """Reuse counts of blocks, by kind.
 
     `prior` is the likelihood of reuse of each kind relative to the average, before any observation.
     """

@@ -140,7 +140,7 @@ class WindowManager:
                     self._detach(block)
 
     def evict(self, block: int) -> None:
-        """Free a cached part, whose content may be saved. No-op if the block has none."""
+        """Free a cached part after `on_evict`, which may save its content. No-op if the block has none."""
         if block in self._cached:
             prefix_hash = self.hash_of(block)
             assert prefix_hash is not None
@@ -183,7 +183,7 @@ class WindowManager:
         return list(changes.items())
 
     def take_found(self) -> dict[bytes, bool]:
-        """Return and clear the hashes whose parts were attached or lost since the last call; True: it has one."""
+        """Return and clear the hashes whose blocks got or lost a part since the last call; True: the block has one."""
         found, self._found = self._found, {}
         return found
 

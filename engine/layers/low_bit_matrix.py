@@ -154,7 +154,7 @@ def _multiply_many(
     *,
     is_fp8: bool = False,
 ) -> None:
-    """Multiply many rows chunk by chunk of outputs: dequantized, or as e4m3 codes with inputs quantized to e4m3.
+    """Multiply many rows, a chunk of outputs at a time: dequantized, or as e4m3 codes with inputs quantized to e4m3.
 
     FP8 rows have a scale each, the largest number / 448. torch sums the codes' products in fp32.
     """

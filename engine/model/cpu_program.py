@@ -86,7 +86,7 @@ class CompiledLayers:
         return x_TE if is_whole or not num_skipped else x_TE[torch.from_numpy(batch.logits_rows)]
 
     def _finish(self, rows: StepRows) -> Tensor:
-        """Finish the last layer for positions with logits only; after its KV or state no other position is needed."""
+        """Finish the last layer for positions with logits only; others end once the layer's KV or state is stored."""
         last, rows_R = self._layers[-1], torch.from_numpy(rows.batch.logits_rows)
         num_rows = len(rows_R)
         for values in (self._x_CE, self._projected_of(last), self._mixed_of(last)):

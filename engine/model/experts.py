@@ -114,7 +114,7 @@ class SparseMLP:
 
 @dataclass(frozen=True)
 class Latents:
-    """Projections into the experts' latent space, before them, and out of it, after them. Every rank has both."""
+    """Projections into the experts' latent space before the experts, and out of it after them. Every rank has both."""
 
     down: Linear
     up: Linear

@@ -28,7 +28,7 @@ class GatedMLP:
 
     @classmethod
     def read(cls, reader: ShardReader, config: ModelConfig, layer: int | str) -> GatedMLP:
-        """layer: the layer's index, or a tensor prefix outside the model's layers, with the shape of the first one."""
+        """layer: index of a layer, or a tensor prefix outside the model's layers for an MLP like the first layer's."""
         name, index = (layer, 0) if isinstance(layer, str) else (f"model.layers.{layer}.mlp", layer)
         features = reader.parallel.span(config.layers[index].intermediate_size)
         after = mlp_norms(config).after if isinstance(layer, int) else ""

@@ -19,8 +19,8 @@ from engine.layers.shards import ShardReader
 from engine.model.experts import MLP, read_mlp
 from engine.weights.checkpoint import Shape, Span, expected_matrices
 
-# T tokens, E hidden_size, H query heads of this rank, D head_dim of queries, C latent_dim, J numbers of a row,
-# N nope_dim, W value_dim, O numbers of a short query, G index heads, I numbers of an index key
+# T tokens, E hidden_size, H query heads of this rank, D head_dim of queries, C latent_dim, J numbers of a row, N
+# nope_dim, W value_dim, O numbers of a low-rank query, G index heads, I numbers of an index key
 
 # Epsilon of the norms inside attention; the config's value applies to the other norms only.
 _EPS = 1e-6
@@ -160,7 +160,7 @@ class Indexer:
         )
 
     def __call__(self, x_TE: Tensor, q_TO: Tensor) -> IndexedTokens:
-        """Return the outputs before rotation. x: normed input of the layer; q: normed short queries."""
+        """Return the outputs before rotation. x: normed input of the layer; q: normed low-rank queries."""
         return IndexedTokens(
             index=self.index,
             q_TGI=torch.unflatten(self.query(q_TO), -1, (self.index.num_heads, self.index.head_dim)),

@@ -1,7 +1,7 @@
 """Forward pass of one rank's share of a model: embedding, layers, final norm and output head.
 
-One class computes all families. ModelConfig selects the parts: one of layer_kinds.py, gated_mlp.py or experts.py, and
-per_layer_embeddings.py.
+One class computes all families. ModelConfig selects the parts: layers (layer_kinds.py), MLPs (gated_mlp.py, experts.py)
+and per_layer_embeddings.py.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Transformer:
         if reader.kernels and reader.parallel.size == 1 and isinstance(self._head.matrix, PackedMatrix):
             self._compiled_head = CompiledHead(reader.kernels, self._head, self._norm)
         q_first, q_end = reader.parallel.span(config.num_q_heads)
-        # Per query group (engine/kernels/attention/queries.py). Latent attention fills a tile with one query.
+        # Queries per group; see engine/kernels/attention/queries.py. Latent attention fills a tile with one query.
         fewest_kv_heads = min(heads.num_heads for heads in layout.heads)
         self.most_queries = 1 if config.latent else most_queries(q_end - q_first, fewest_kv_heads)
         self._flashinfer: FlashInfer | None = None
@@ -251,7 +251,7 @@ class Transformer:
         return logits_RV if cap is None else torch.tanh(logits_RV / cap) * cap
 
     def _angles(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Angles, Tensor | None]:
-        """Return the angles of each rotation, last empty ones for layers without a rotation, and factors of queries.
+        """Return the angles of each rotation, then empty ones for unrotated layers, and the factors of queries.
 
         The factors are (T, 1, 1), or None if the model has none.
         """
@@ -398,7 +398,7 @@ def _embedding_and_head(config: ModelConfig, reader: ShardReader) -> tuple[str, 
 
 
 def _is_same(reader: ShardReader, vocab_size: int) -> bool:
-    """Compare this rank's rows of the embedding and of the head, as the model would use them."""
+    """Return True if this rank's rows of embedding and head are equal, as the model would use them."""
     first, end = reader.parallel.span(vocab_size)
     checkpoint, names = reader.checkpoint, (f"{_EMBEDDING}.weight", f"{_HEAD}.weight")
     if checkpoint.shapes[names[0]] != checkpoint.shapes[names[1]] or checkpoint.shapes[names[0]][0] < end:

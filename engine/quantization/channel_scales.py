@@ -133,7 +133,7 @@ def _candidates(fold: Fold, grams: Sequence[Tensor]) -> Iterable[Tensor]:
     for power in _POWERS:
         scales_I = magnitudes_I**power
         scales_I = scales_I / (scales_I.max() * scales_I.min()).sqrt()
-        # Powers of two leave matrices that are not quantized exact.
+        # Powers of two keep unquantized matrices exact.
         yield scales_I.log2().round().exp2() if fold.exact else scales_I
 
 

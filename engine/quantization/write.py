@@ -141,7 +141,7 @@ class _Source:
         return total
 
     def check_experts(self) -> None:
-        """Reject stacked experts."""
+        """Raise SpecError for stacked experts."""
         for name, shape in self.checkpoint.shapes.items():
             if ".experts." in name and len(shape) > 2:
                 raise SpecError(

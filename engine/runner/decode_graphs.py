@@ -12,11 +12,11 @@ next. A padding token belongs to a query group with context 0 and is attended to
 stored, so padding needs no block.
 
 Rows are cut into query groups (engine/kernels/attention/queries.py), at most one per token: a decoding row is one
-group; a row with a draft, or a short chunk of a prompt, is several. A layer stores the keys of all tokens before any of
-them attends, each up to itself. Every group reads the keys again, so only few rows may have several groups.
+group; a row with a draft, or a short chunk of a prompt, is several. A layer stores the keys of all tokens before any
+token attends to those up to itself. Every group reads the keys again, so only few rows may have several groups.
 
-With recurrent layers, each token is the next one of a row. The slots of the rows' states are static inputs, too; those
-of padding tokens are -1: zeros are read, and no state is written.
+With recurrent layers, each row has one token. The slots of the rows' states are static inputs, too; those of padding
+tokens are -1: zeros are read, and no state is written.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class DecodeGraphs:
 
         compute: from N tokens to their logits (N, V); its launches may depend only on shapes and `longest`. has_states:
         the model has recurrent layers. num_sizes: only that many of the largest sizes. most_queries: queries per group.
-        max_read_again: limit of the positions that all groups of a batch read together beyond one read per row.
+        max_read_again: limit of the positions that a batch's groups read again, beyond one read per row.
         window_of: see KVPool.
         """
         self._sizes = graph_sizes(max_rows)[-(num_sizes or 0) :]

@@ -223,7 +223,7 @@ class ModelRunner:
     def settle(self) -> None:
         """Write deferred draft KV to the pool.
 
-        Call before anything but a step reads from the pool, or anything else writes to it.
+        Call before anything other than a step reads from or writes to the pool.
         """
         if self.heads:
             self.heads.settle()
@@ -263,7 +263,7 @@ class ModelRunner:
         """Compute prompts of up to `max_tokens` tokens on a GPU, so that no request waits for kernels to be compiled.
 
         Call first, on every rank. Leaves meaningless values in the pool's first blocks. on_chosen: called when this
-        rank has chosen its kernels; all ranks take part in the sums that follow.
+        rank has chosen its kernels; all ranks take part in the all-reduces that follow.
         """
         if self.device.type != "cuda":
             return

@@ -54,7 +54,7 @@ class DeviceStream(Protocol):
         ...
 
     def entered(self) -> AbstractContextManager[object]:
-        """Make it the calling thread's current stream inside the context. One thread at a time."""
+        """Make this stream the calling thread's current one inside the context. One thread at a time."""
         ...
 
     def close(self) -> None:

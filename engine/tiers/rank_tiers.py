@@ -62,7 +62,7 @@ class RankTiers:
         self.on_loaded = on_loaded
         # Blocks that this rank failed to save. Bounded, because only rank 0 drains it.
         self._dropped: deque[tuple[Tier, bytes]] = deque(maxlen=_MAX_DROPPED)
-        # Each load with the event that its blocks' previous use ends with.
+        # Each load with the event at which the previous use of its blocks ends.
         self._orders: queue.SimpleQueue[tuple[LoadOrder, Event] | None] = queue.SimpleQueue()
         self._thread = BackgroundThread(self._load_forever, name="kv-load")
         self._thread.start()
@@ -84,7 +84,7 @@ class RankTiers:
         self._save_to_disk([save for save in orders.saves if save.tier is Tier.DISK])
 
     def start_loads(self, orders: TierOrders) -> None:
-        """Start the loads, behind the work that is queued by now."""
+        """Start the loads, after the work queued so far."""
         copies = [pair for order in orders.loads for pair in order.copies]
         for i in range(0, len(copies), BATCH):
             sources, targets = zip(*copies[i : i + BATCH], strict=True)

@@ -129,7 +129,7 @@ class TierTable(Generic[T]):
         return 0
 
     def _offer_to_checkpoint(self, hashes: Sequence[bytes], *, compute_block_s: float) -> int:
-        """Like `offer`, for models with checkpoints: the longest prefix to continue from is loaded whole, or not."""
+        """Like `offer`, for models with checkpoints: the longest usable prefix is loaded whole or not at all."""
         depth, needed = (
             self._sources.with_parts(self._device.windows, hashes)
             if self._device.windows
@@ -143,7 +143,7 @@ class TierTable(Generic[T]):
         return depth if self._is_tried(is_worth=is_worth) else 0
 
     def _is_tried(self, *, is_worth: bool) -> bool:
-        """Return True to load: if it is worth it, and once after every _TRY_AGAIN loads that are not."""
+        """Return True if loading pays, and once after every _TRY_AGAIN loads that do not."""
         is_tried = is_worth or self._num_passed_over >= _TRY_AGAIN
         self._num_passed_over = 0 if is_tried else self._num_passed_over + 1
         return is_tried
@@ -169,8 +169,8 @@ class TierTable(Generic[T]):
         state: hash of a block with a checkpoint, and the slot to load its state to. With a state or with windows,
         returns None unless all blocks and the checkpoints needed to continue behind them are present.
 
-        With windows, a block of the owner that the device has under its hash is complete. The others are loaded, or
-        copied on the device; those that the query behind them sees must have parts, which are loaded, too.
+        With windows, an owner's block that the device has under its hash is complete. Other blocks are loaded, or
+        copied on the device; those that the next query sees must have parts, which are loaded, too.
         """
         plan = self._sources.plan(hashes, blocks, state)
         if not plan or not (plan.blocks or plan.pieces):

@@ -61,7 +61,7 @@ class Pace:
         self._draft_cost = LearnedDraftCost()
         self._num_plain = 0  # steps without drafts
         self._is_warm = False  # the first step also loads kernels and touches memory, so it is not measured
-        # End of the last step, which is the begin of the next one if that follows at once.
+        # End of the last step, which begins the next one if that follows at once.
         self._last: StepEvent | None = None
         self._aside_s = 0.0  # since the last step
         self._launched: deque[_Step] = deque()  # not seen to be complete yet

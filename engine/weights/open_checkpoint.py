@@ -239,7 +239,7 @@ class RenamedCheckpoint:
         return inner != expected and inner == expected[::-1]
 
     def _check_dimensions(self, name: str, shape: Shape, rule: Stored, *, is_bias: bool) -> None:
-        """Raise SpecError for a fused or stacked tensor that is not a matrix, or a bias, of every expert."""
+        """Raise SpecError unless a fused or stacked tensor holds a matrix, or a bias, of every expert."""
         if not (rule.has_experts or rule.parts or rule.split == "rotary"):
             return
         num_dimensions = (1 if is_bias else 2) + rule.has_experts

@@ -137,7 +137,7 @@ class QuantizedCheckpoint:
                 self.shapes[f"{name}.bias"] = bias[1:]
 
     def _check_dimensions(self, stem: str, row: StoredFormat) -> None:
-        """Raise SpecError if a tensor is empty, or has dimensions that its format does not."""
+        """Raise SpecError if a tensor is empty, or its dimensions do not fit its format."""
         for part in (row.codes, row.scales, row.zeros):
             if part is None or (shape := self._plain.shapes.get(name := stem + part.name)) is None:
                 continue
@@ -273,7 +273,7 @@ class QuantizedCheckpoint:
         )
 
     def _check_flat(self, matrix: _Matrix, state: Mapping[str, Any]) -> None:
-        """Raise SpecError unless each tensor of bitsandbytes' 4-bit codes has the numbers that the settings need."""
+        """Raise SpecError unless each tensor of bitsandbytes' 4-bit codes has as many numbers as the settings imply."""
         stem, numbers = matrix.stem, math.prod(matrix.shape)
         num_blocks = -(-numbers // state["blocksize"])
         needed = {matrix.format.scales.name: num_blocks, LEVELS: 16}
@@ -338,7 +338,7 @@ class QuantizedCheckpoint:
         return numbers if dims[0] == "O" else numbers.T
 
     def _converted(self, matrix: _Matrix, part: Part, convert: Callable[[Tensor], Tensor]) -> Tensor:
-        """Read a tensor into the order of outputs. Raises SpecError for shapes that its layout does not have."""
+        """Read a tensor into the order of outputs. Raises SpecError for shapes that do not fit its layout."""
         name = matrix.stem + part.name
         try:
             return convert(self._plain.read(name))

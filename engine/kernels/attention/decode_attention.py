@@ -367,7 +367,7 @@ def _attend_codes(
             mask=is_key[:, None] & is_e[None, :],
             other=0,
         )
-        # In a unit of this size a zero stays in the range of fp32.
+        # In a unit of this size a zero stays within the range of fp32.
         size = tl.maximum(v_scale, tl.abs(v_zero) * 0.0009765625) if IS_INT4 else v_scale
         wider = tl.maximum(unit, tl.max(size, axis=0))
         fade *= unit / wider
@@ -416,7 +416,7 @@ def _weigh(
 
 @jit
 def _fit(q: tl.tensor, dtype: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Convert queries (M, D) to `dtype`, scaled by a power of two so that bf16 fits fp16. Returns both."""
+    """Convert queries (M, D) to `dtype`, divided by a power of two so that bf16 fits fp16. Returns both."""
     power = 1.0
     if dtype != q.dtype:
         wide = q.to(tl.float32)

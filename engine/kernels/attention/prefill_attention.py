@@ -231,7 +231,7 @@ def _attend_tile(
         queries, q_odd = tl.split(tl.reshape(queries, [BLOCK_M, BLOCK_D // 2, 2]))
     result = tl.zeros([BLOCK_M, BLOCK_D // STEP], tl.float32)
     odd = result
-    # A window's loop would be compiled although it has no iterations.
+    # A window leaves this loop without iterations, but it would still be compiled.
     if WINDOW == 0:
         for n in range(first, plain, BLOCK_N):
             result, odd, largest, total = attend_block(

@@ -139,7 +139,7 @@ def _turned(
     F: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> tl.tensor:
-    """Load heads at `rows` (N, 1), norm and rotate them: (N, BLOCK_D). s: negative in the first half.
+    """Load heads at `rows` (N, 1), norm and rotate them: (N, BLOCK_D). s: sines, negated in the first half.
 
     F: features [0, 2 F) rotate.
     """

@@ -3,7 +3,7 @@
     logits = x @ weight.T + bias          chosen, weights = choose(logits)          tiles = sorted(chosen)
 
 See top_k.py and expert_tiles.py. Programs split the outputs and inputs of the product and write partial sums. The last
-program of a token tile adds them up in order and chooses its experts; the last program of all sorts. Counters are reset
+program of a token tile adds them up in order and chooses its experts; the very last program sorts. Counters are reset
 to zero. A token's result does not depend on other tokens.
 """
 

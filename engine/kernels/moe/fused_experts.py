@@ -2,7 +2,7 @@
 
     out[t, c] = down_x activation(w gate_x x_t + b, w up_x x_t + b') + b"        x = chosen[t, c], w = weights[t, c]
 
-The activation is one of gated_mul.py, without gates for relu2, biases b are gpt-oss's, and input weights w Llama 4's.
+The activation is one of gated_mul.py; relu2 has no gate. Biases b are gpt-oss's, input weights w Llama 4's.
 
 Choices are sorted by expert and padded to tiles of M rows, so that a program multiplies rows of one expert with a part
 of its weights (a grouped product). Two kernels: gate and up with the activation; then down. Programs are launched for

@@ -110,7 +110,7 @@ def _quantize(
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     value = tl.load(x + row * num_inputs + i, mask=i < num_inputs, other=0.0).to(tl.float32)
-    # As integers, sizes keep their order and NaN is the largest.
+    # As integers, magnitudes keep their order and NaN is the largest.
     sizes = tl.abs(value).to(tl.int32, bitcast=True)
     scale = tl.div_rn(tl.maximum(tl.max(sizes, axis=0), 0x0DA24260).to(tl.float32, bitcast=True), MOST)  # 1e-30
     value = tl.div_rn(value, scale)

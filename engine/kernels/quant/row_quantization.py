@@ -123,7 +123,7 @@ _FUSES = tl.constexpr(not is_interpreted()) if tl else None
 @jit
 def quantize_row(x: tl.tensor, mask: tl.tensor, codes: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """Quantize x (N, D) fp32, zero where masked off. Returns codes (N, D) and scales (N, 1) fp32, exact in bf16."""
-    # As integers, sizes keep their order and NaN is the largest.
+    # As integers, magnitudes keep their order and NaN is the largest.
     sizes = tl.abs(x).to(tl.int32, bitcast=True)
     largest = tl.max(tl.where(mask, sizes, 0), axis=1, keep_dims=True).to(tl.float32, bitcast=True)
     most: tl.constexpr = 127.0 if codes == tl.int8 else 448.0
@@ -236,7 +236,7 @@ def to_e4m3(x: tl.tensor) -> tl.tensor:
 def from_code(code: tl.tensor, dtype: tl.constexpr, NATIVE: tl.constexpr) -> tl.tensor:
     """Convert codes to `dtype`, exactly. NATIVE: see has_fp8_casts; without it e4m3's NaN becomes 480, as in _widen.
 
-    Goes through fp16, to which the device converts two codes at a time; from there to bf16 the fastest way is fp32.
+    Goes through fp16, to which the device converts two codes at a time; the fastest way from there to bf16 is fp32.
     """
     if code.dtype == tl.int8:
         half = _half_of_int8(code.to(tl.uint8, bitcast=True).to(tl.int16))

@@ -75,7 +75,7 @@ def _unit(x: tl.tensor) -> tl.tensor:
 
 @jit
 def _sums(log_decays: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Return cumulative sums as two numbers each, so that differences of large sums stay exact. The first is exact."""
+    """Return cumulative sums as two numbers each, the first exact, so that differences of large sums stay exact."""
     log_decays = tl.maximum(log_decays, -100.0)
     coarse = tl.floor(log_decays * 2048.0) * (1.0 / 2048.0)
     return tl.cumsum(coarse, axis=0), tl.cumsum(log_decays - coarse, axis=0)
