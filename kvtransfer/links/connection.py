@@ -182,7 +182,7 @@ async def _accept(end: LinkEnd) -> tuple[socket.socket, bytes]:
         accepting = asyncio.create_task(accept_all(server))
         try:
             return await authenticated
-        except BaseException:  # the deadline, possibly in the same turn as a peer
+        except BaseException:  # the deadline, possibly in the loop turn in which a peer authenticates
             if authenticated.done() and not authenticated.cancelled():
                 authenticated.result()[0].close()
             raise

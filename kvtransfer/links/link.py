@@ -36,7 +36,7 @@ class Operation(Protocol):
 
 @dataclass(frozen=True)
 class Waiting:
-    """Operation of a link that waits by itself. wait_for: called with the timeout in seconds."""
+    """Operation that waits through its link. wait_for: called with the timeout in seconds."""
 
     wait_for: Callable[[float], None]
 

@@ -35,7 +35,7 @@ class HeadCopy:
         return [layer for layer, heads in enumerate(self.sender_heads) if heads]
 
     def carries(self, segment: Segment) -> bool:
-        """Return whether this pair copies heads of any layer of the segment, whose layers must exist."""
+        """Return whether this pair copies heads of any layer of the segment. Those layers must exist."""
         return any(self.sender_heads[layer] for layer in segment.layers)
 
 
@@ -67,7 +67,7 @@ def head_counts(layout: KVLayout) -> list[tuple[int, ...]]:
     """Return the number of heads of each layer, for every copy to or from a rank of `layout`, in ascending order.
 
     Considers peers of every tensor-parallel degree that divides the KV heads of all layers or is a multiple of them, up
-    to the first multiple of all. A higher degree copies single heads, which are included.
+    to their least common multiple. A higher degree copies single heads, which are included.
     """
     most = min(MAX_RANKS, math.lcm(*layout.kv_heads))
     peers = (degree for degree in range(1, most + 1) if can_share(layout, degree))

@@ -1,8 +1,8 @@
 """Outgoing transfer of one handoff from one rank, and its link transfers, one per link. States: docs/HANDOFF.md.
 
 Pure: no I/O; links are abstracted as `Carrier`. The caller's blocks are read only between `start_reading` and
-`stop_reading`, while a segment is packed. A link transfer that ends meanwhile keeps its rank transfer open until then.
-So blocks are never freed while a thread reads them, and never held because a thread is stuck in the network.
+`stop_reading`, while a segment is packed. A link transfer that ends in between keeps its rank transfer open until
+`stop_reading`. So no blocks are freed while a thread reads them, nor held because a thread is stuck in the network.
 """
 
 from __future__ import annotations

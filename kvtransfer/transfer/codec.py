@@ -87,7 +87,7 @@ class Codec:
         return segment.first_layer >= self._layout.num_layers
 
     def pack_states(self, pool: KVPool, segment: Segment, units: Sequence[range], slot: int, payload: Tensor) -> None:
-        """Fill `payload` with the states in a slot, by its index in the pool. units: of each layer, as in HeadCopy."""
+        """Fill `payload` with the states in a slot, an index in the pool. units: of each layer, as in HeadCopy."""
         for part_bytes, part in self._state_parts(pool, segment, units, slot, payload):
             part_bytes.copy_(part.contiguous().view(torch.uint8).flatten())
 

@@ -100,7 +100,7 @@ class Receiver:
             incoming.close()
 
     def close_all(self) -> None:
-        """Close every open handoff. After return, nothing of any of them is written."""
+        """Close every open handoff. After return, none of their bytes are written."""
         with self._lock:
             handoffs = list(self._incoming)
         for handoff in handoffs:
