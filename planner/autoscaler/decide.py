@@ -31,7 +31,7 @@ _HOPELESS = 0.5  # share of good requests below which the load exceeds the capac
 _HORIZON = 10  # assumed lifetime of a change, in decisions
 _WORSE, _BETTER, _MAX_CORRECTION = 1.1, 0.98, 1.5  # factors on the load given to the simulator
 _MIN_MEASURED = 20  # requests
-_COLD = 0.5  # measured load, in terms of the smaller pool, below which a pool may shrink
+_COLD = 0.5  # measured load that the smaller pool would have; only below this may a pool shrink
 # Trust in the simulator.
 _BAND = 2.0  # accepted factor between prediction and measurement, for median TTFT and mean ITL
 _NEW = 0.4  # weight of one comparison

@@ -125,7 +125,7 @@ class ScaleLimits:
     ) -> PoolSizes:
         """Split num_devices devices so that the busier pool is as little busy as possible.
 
-        at_least: minimum sizes of the split. If no split of the devices reaches them, they are returned as they are.
+        at_least: minimum sizes of the split. If no split of the devices reaches them, `at_least` is returned.
         """
         splits = replace(self, max_devices=min(num_devices, self.max_devices)).splits()
         if at_least:

@@ -1,6 +1,6 @@
 """Replay of a trace with the autoscaler on a simulated deployment, for `cluster autoscale replay`.
 
-The replay runs in virtual time by the live rules. It is compared with every fixed split of the devices.
+The replay runs in virtual time with the live rules. It is compared with every fixed split of the devices.
 """
 
 from __future__ import annotations

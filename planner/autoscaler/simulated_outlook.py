@@ -240,7 +240,7 @@ def _lasting(
 
 
 def _affordable(answers: Sequence[int]) -> int:
-    """Return the index of the first replayed request: as many of the last ones as _MAX_OUTPUT answer tokens allow."""
+    """Return the index of the first request to replay: as many of the last ones as fit _MAX_OUTPUT answer tokens."""
     left, first = _MAX_OUTPUT, len(answers)
     while first and (left := left - answers[first - 1]) >= 0:
         first -= 1

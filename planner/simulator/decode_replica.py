@@ -50,7 +50,7 @@ class DecodeReplica(Replica):
       prefilled(replica, flight)  a prompt was computed on this replica
       gaps(seconds, count)        `count` tokens, each `seconds` after the one before
       ended(flight)               the answer is complete
-      leaving(replica, flight)    a running answer is to move, because this replica drains
+      leaving(replica, flight)    a running answer must move, because this replica drains
     """
 
     def __init__(
@@ -231,7 +231,7 @@ class DecodeReplica(Replica):
         return num_steps
 
     def _next_end(self) -> Action:
-        """Return the action for the end of the current step or leap. It voids those returned before."""
+        """Return the action for the end of the current step or leap. Actions returned earlier become void."""
         self._step_number += 1
         return functools.partial(self._end, self._step_number)
 

@@ -67,8 +67,8 @@ def hashes_of(trace: Sequence[TraceRequest], block_size: int) -> list[list[bytes
     """Return the hashes of each request's blocks, those of its answer included.
 
     A prompt introduces its last full id if no earlier request has it. The first later request with this id continues
-    the conversation if it is long enough for the answer: its blocks then are also the answer's. Other answers are
-    unique.
+    the conversation if its prompt is long enough to hold the answer: its blocks then are also the answer's. Other
+    answers are unique.
     """
     expand = PrefixHashes(block_size, trace[0].tokens_per_id)
     introduced: dict[int, int] = {}
