@@ -1,4 +1,4 @@
-"""Open-loop load on a deployment: sends requests at their trace times, times every token, and sums up."""
+"""Open-loop load on a deployment: sends requests at their trace times, times each token, and summarizes."""
 
 from __future__ import annotations
 

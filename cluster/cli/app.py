@@ -157,7 +157,7 @@ def _missing(error: Any) -> str:
 
 
 def _misplaced(commands: typer.Typer, arguments: list[str], error: Exception) -> str:
-    """Return the right form, if an option was given before its command."""
+    """Return a hint with the right order if an option was given before its command, else ""."""
     option = str(getattr(error, "option_name", ""))
     known = getattr(typer.main.get_command(commands), "commands", {})
     command = next((one for one in arguments if one in known), "")

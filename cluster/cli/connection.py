@@ -97,7 +97,7 @@ def access_to(state: State | None, api_key: str | None) -> EndpointAccess:
 
 
 def ask_routers_of(name: str | None, admin: str | None, path: str) -> list[AdminAnswer]:
-    """GET `path` from the admin port `admin` or, without it, of each router.
+    """GET `path` from the admin port `admin`, or if None from each router's.
 
     Returns at least one response, else raises ClusterError.
     """

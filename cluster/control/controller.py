@@ -176,7 +176,7 @@ class Controller:
         return successor
 
     async def drain(self, replica: str) -> None:
-        """Let one replica finish or hand over its work and leave. A new one with a new id replaces it."""
+        """Let one replica finish or hand over its work and leave; one with a new id replaces it. Raises SpecError."""
         await self._has_adopted.wait()
         pool = pool_of(replica, self._pools)
         if pool.get(replica) is None:
@@ -187,7 +187,7 @@ class Controller:
     async def logs(self, replica: str, *, lines: int = 50, starts: dict[int, int] | None = None) -> dict[int, LogPart]:
         """Return each rank's log: the last lines, or the bytes from `starts[rank]` on.
 
-        Works for replicas that have left.
+        Works for replicas that have left. Raises SpecError and DeployError.
 
         "controller" means this process; "router" means all routers in start order, including ended ones.
         """
@@ -206,7 +206,7 @@ class Controller:
         }
 
     async def certify(self, name: ProcessName, request: bytes) -> Certificate:
-        """Issue a certificate for a process of this deployment. request: its signing request."""
+        """Issue a certificate for a process of this deployment. request: its signing request. Raises SpecError."""
         if name.deployment != self._name:
             raise SpecError(f"{name.uri} is not a process of {self._name}")
         return _authority_of(self._known.spec).issue(name, request)

@@ -71,8 +71,8 @@ def plan_switches(
 ) -> list[str]:
     """Return the replicas of the shrinking pool that switch to the growing one.
 
-    Only serving replicas that would be retired switch, and no more than the other pool grows. new_sizes: new sizes of
-    the named pools. sizes: previous desired size of each pool.
+    Only serving replicas that would be retired switch, and at most as many as the other pool gains. new_sizes: new
+    sizes of the named pools. sizes: previous desired size of each pool.
     """
     growth = {role: new_sizes.get(role, size) - size for role, size in sizes.items()}
     room, shrinking = max(growth.values()), min(growth, key=lambda role: growth[role])

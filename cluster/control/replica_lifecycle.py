@@ -185,7 +185,7 @@ class ReplicaLifecycle:
     async def _serve(self) -> bool:
         """Serve until drained. Returns False if draining exceeded its limit.
 
-        Raises ReplicaFailed if a rank ends before.
+        Raises ReplicaFailed if a rank ends before that.
         """
         self.serving_since = self._answered_at = time.monotonic()
         if self._inherited_at is not None:
@@ -262,7 +262,7 @@ async def adopt_all(name: str, desired: Desired | None) -> list[ReplicaLifecycle
     """Return the replicas that an earlier run of the controller started, ordered by number.
 
     Incomplete replicas are removed; so are all of them if `desired` is None. Takes at most 30 s. Raises RayError, for
-    example while Ray itself is coming back; no adoption is running then.
+    example while Ray itself is coming back; no adoption continues then.
     """
     # Sorted, so that they keep the order in which they were started.
     found = sorted(find_replicas(name), key=number_of)

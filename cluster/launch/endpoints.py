@@ -75,9 +75,9 @@ def _endpoints(router: RouterSpec, ips: Sequence[str], **more: Any) -> Endpoints
 
 
 def keys_of(router: RouterSpec, endpoints: Endpoints, *, has_keys: bool) -> Literal["required", "none"]:
-    """Return whether clients need an API key. has_keys: keys exist already.
+    """Return "required" if clients need an API key, else "none". has_keys: keys exist already.
 
-    Raises SpecError if the spec must decide.
+    Raises SpecError if the spec has to set it.
     """
     if router.keys is not None:
         return router.keys

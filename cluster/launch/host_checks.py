@@ -47,7 +47,7 @@ class HostReport:
 def check_hosts(spec: Spec, nodes: Sequence[Node], say: Callable[[str], None], *, is_local: bool = False) -> None:
     """Examine all nodes and show every finding. Raises DeployError for the first error.
 
-    is_local: examine this machine in this process, instead of each node in a task of Ray's.
+    is_local: examine this machine in this process, instead of each node in a Ray task.
     """
     begin_s = time.time()
     if is_local:
@@ -68,7 +68,7 @@ def check_hosts(spec: Spec, nodes: Sequence[Node], say: Callable[[str], None], *
 
 
 def examine(spec: Spec, nodes: Sequence[Node]) -> HostReport:
-    """Examine the host that runs this, the only one of `nodes` or the one that Ray names."""
+    """Examine this host: the only one of `nodes`, or the one that Ray names."""
     node = nodes[0]
     if len(nodes) > 1:
         import ray

@@ -75,7 +75,7 @@ def check_model(spec: Spec, say: Callable[[str], None]) -> None:
 
 
 def check_ranks(spec: Spec, config: ModelConfig) -> None:
-    """Check that the model can be split over the ranks of a replica, for both pools, and its KV quantized."""
+    """Check, for both pools, that the model can be split over a replica's ranks and its KV quantized."""
     config.check_kv_dtype("kv.pool_dtype", spec.kv.pool_dtype)
     config.layers_at("kv.unquantized_layers", spec.kv.unquantized_layers)
     if spec.kv.pool_dtype == "auto":

@@ -74,7 +74,7 @@ class State:
 
     @property
     def joined_ray(self) -> LocalRay | None:
-        """Local Ray that it runs on. A process must join it before connecting."""
+        """Local Ray that the deployment runs on. A process must join it before connecting."""
         return self.local_ray or self.lent_ray
 
     @property

@@ -32,5 +32,5 @@ def serve_details() -> dict[str, Any]:
 
 
 def keep_off_stdout() -> None:
-    """Stop this driver from printing node messages. Their effect on a deployment is in its controller's failures."""
+    """Stop this driver from printing node messages. The controller reports what they mean for a deployment."""
     worker.print_to_stdstream = lambda data, ignore_prefix: None

@@ -26,7 +26,7 @@ _USABLE = 0.9
 
 
 def memory_report(source: str) -> dict[str, Any]:
-    """Return the KV memory of a spec's pools, and the size of its weights."""
+    """Return the KV memory of a spec's pools, and the size of its weights. Raises SpecError."""
     from cluster.launch.preflight import check_ranks
     from core.model import config as model_config
     from core.model import source as model_source
