@@ -25,7 +25,7 @@ _BY_MODEL_TYPE = {name: family for family in FAMILIES for name in family.model_t
 SUPPORTED_ARCHITECTURES = tuple(_BY_ARCHITECTURE)
 
 # Keys beside `text_config` that apply to the language model, too.
-# The quantization settings have the second name in early files of compressed-tensors.
+# Early files of compressed-tensors call the quantization settings compression_config.
 _BESIDE_TEXT = ("tie_word_embeddings", "quantization_config", "compression_config", "eos_token_id")
 
 # Settings that change the results of the families that read them, in transformers and in published code. Other families
@@ -92,7 +92,7 @@ def parse(
 
 
 def quantization_config(path: Path) -> dict[str, Any]:
-    """Return the settings of quantized weights: config.json's, or ModelOpt's own file; empty if not quantized."""
+    """Return the settings of quantized weights: config.json's or ModelOpt's own; empty if none. Raises SpecError."""
     settings = _text_settings(read_config(path))
     if given := settings.get("quantization_config") or settings.get("compression_config"):
         if not isinstance(given, dict):
@@ -179,7 +179,7 @@ def _parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig
 
 
 def _check_layers(model: ModelConfig) -> None:
-    """Raise SpecError for layers that cannot be computed, or whose experts would only fill memory."""
+    """Raise SpecError for layers that cannot be computed, or that have implausibly many experts."""
     if not model.kv_layers:
         raise SpecError("no layer has attention; at least one must have it, because prefixes are found by their KV")
     for index, layer in enumerate(model.layers):

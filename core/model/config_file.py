@@ -51,7 +51,7 @@ _OPTIONAL_EXPERT_KEYS = {"routed_scale": "routed_scaling_factor"}
 _MAY_BE_ZERO = ("first_k_dense_replace", "num_shared_experts")
 # Other values are not published, and readers of this format differ in how they rank groups.
 _ALWAYS_ONE = ("route_every_n", "num_expert_groups", "num_expert_groups_per_tok")
-# Absent in params.json: the model has none of it. In config.json the family has a default.
+# Absent from params.json: the model lacks the feature. In config.json the family has a default.
 _NONE_BY_DEFAULT = {"q_lora_rank": None, "n_routed_experts": None}
 # Settings of training and of other engines.
 _IGNORED = ("max_batch_size", "max_seq_len", "causal", "use_cache", "dtype")
@@ -229,7 +229,7 @@ def _window(settings: Settings, max_position: Any) -> int | None:
 
 
 def _experts(experts: Settings, *, is_latent: bool) -> dict[str, Any]:
-    """Return the settings of experts under the keys of Mixtral, or over latents of Mistral Small 4."""
+    """Return the settings of experts under the keys of Mixtral, or, over latents, of Mistral Small 4."""
     required = _EXPERT_KEYS if is_latent else _MIXTRAL_KEYS
     found = _renamed(experts, required, _OPTIONAL_EXPERT_KEYS if is_latent else {})
     for key in required:

@@ -79,7 +79,7 @@ class GGUFMetadata:
         return {name: self.number(key) for name, key in keys.items() if self.any(key) is not None}
 
     def check_unread(self, neutral: Mapping[str, tuple[Any, ...]]) -> None:
-        """Raise SpecError if a key that nothing has read has another value than the neutral ones."""
+        """Raise SpecError if a key that no code has read has a value that is not neutral."""
         for key, values in {**_NEUTRAL, **neutral}.items():
             found = None if key in self._read else self.any(key)
             listed = found if isinstance(found, list) else [] if found is None else [found]
@@ -151,7 +151,7 @@ def _common(metadata: GGUFMetadata) -> Config:
 
 
 def _rope_scaling(metadata: GGUFMetadata) -> Config | None:
-    """Return the rotary scaling with llama.cpp's defaults: linear, by a factor that older files name otherwise."""
+    """Return the rotary scaling with llama.cpp's defaults: linear, with a factor that older files name differently."""
     kind = metadata.value("rope.scaling.type", "linear")
     if kind in ("none", "longrope"):  # longrope: its divisors are tensors
         return None

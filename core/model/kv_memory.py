@@ -16,7 +16,7 @@ QUANTIZED = {"fp8": "fp8_e4m3", "int8": "int8", "int4": "int4"}
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8_e4m3": 1, "int8": 1, "int4": 0.5}
 # bf16, per token and head, for keys and for values each: a scale; int4: a scale and a zero.
 _SCALE_BYTES = {"fp8_e4m3": 2, "int8": 2, "int4": 4}
-# Reuses most prompt tokens of a public trace of conversations: see "State checkpoints" in docs/benchmarks/planner.md.
+# Reuses most prompt tokens of a public trace of conversations; see "State checkpoints" in docs/benchmarks/planner.md.
 _TOKENS_PER_STATE = 4096
 # States get at least 1 / _LEAST_PART of the memory. Small states, such as LFM2's, are then one per few blocks, so that
 # short prefixes can be reused.
@@ -39,7 +39,7 @@ class WindowArithmetic:
     """Split of a pool between blocks and the parts of blocks in layers with an attention window.
 
     A sequence of the largest context needs blocks for all its tokens, but parts for its window only. The pool has twice
-    that share of parts, so that as many are left for cached prefixes, and parts for one chunk. Shorter sequences need
+    that share of parts, so that as many are left for cached prefixes, plus parts for one chunk. Shorter sequences need
     about as many parts, so those for all running sequences may take more: see `split`.
     """
 
@@ -109,7 +109,7 @@ def first_seen(position: int, window: int, block_size: int) -> int:
 
 
 def window_span(window: int, block_size: int) -> int:
-    """Return how many blocks before its own the query at the start of a block sees. window: tokens."""
+    """Return how many blocks before its own block a query at the start of a block sees. window: tokens."""
     return -(-(window - 1) // block_size)
 
 

@@ -78,7 +78,7 @@ class ExpertsConfig:
     intermediate_size: int  # of one expert
     normalizes_weights: bool  # whether the weights of a token's experts are normalized to sum 1
     shared_size: int = 0  # features of the shared expert; 0: none
-    latent_size: int = 0  # features that the other experts read and write, projected; 0: hidden_size
+    latent_size: int = 0  # features that the routed experts read and write, after projection; 0: hidden_size
     has_shared_gate: bool = False  # whether the shared expert has a gate per token
     scores: Literal["softmax", "sigmoid"] = "softmax"  # router's activation
     has_correction_bias: bool = False  # whether a bias is added to the scores for the selection only
@@ -186,7 +186,7 @@ class ModelConfig:
     score_scale: float | None = None  # None: 1 / sqrt(head_dim)
     score_soft_cap: float | None = None
     has_sinks: bool = False  # a score per head without a key
-    has_attention_gate: bool = False  # the query projection has a gate of the output after each head
+    has_attention_gate: bool = False  # the query projection has an output gate after each head
     query_scaling: QueryScaling | None = None
     # Scales of the residual stream.
     embedding_scale: float = 1.0

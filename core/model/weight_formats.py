@@ -61,7 +61,7 @@ _OWN_NAMES = (".attention.wq.weight", ".attention.wq_a.weight")
 def check_format(names: Collection[str], *, has_own_format: bool = False) -> None:
     """Raise SpecError that names the format and a tensor, if the weights are in an unsupported format.
 
-    has_own_format: whether the settings are in Mistral's own format, whose names of tensors are read then.
+    has_own_format: whether the settings, and so the tensors' names, are in Mistral's own format.
     """
     by_suffix: dict[str, str] = {}
     for name in names:

@@ -94,7 +94,7 @@ def _gpt_oss(settings: Settings) -> Fields:
     fields = with_windows(settings, fields, alternate) | {"has_sinks": True}
     alpha, limit = settings.real("swiglu_alpha", 1.702), settings.real("swiglu_limit", 7.0)
     fields["activation"] = Activation("swigluoai", alpha, limit)
-    # A softmax over the chosen experts only is one over all experts with normalized weights.
+    # A softmax over the chosen experts equals one over all experts with normalized weights.
     return with_experts_everywhere(settings, fields, has_router_bias=True, has_bias=True)
 
 

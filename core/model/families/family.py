@@ -140,7 +140,7 @@ def with_rope(
 
 
 def with_default_rope(settings: Settings, parameters: Mapping[str, Any]) -> Settings:
-    """Return the settings with these rotary ones if they have none."""
+    """Return the settings, with these rotary ones added if they have none."""
     has_own = settings.object("rope_parameters") or settings.object("rope_scaling")
     return settings if has_own else settings.replaced(rope_parameters=dict(parameters))
 
@@ -188,7 +188,7 @@ def with_optional_windows(settings: Settings, fields: Fields, kinds: Sequence[st
 
 
 def with_overrides(settings: Settings, layers: Sequence[LayerConfig]) -> tuple[LayerConfig, ...]:
-    """Set the heads that `per_layer_config` gives single layers, by index. Raises SpecError for other overrides."""
+    """Set the heads of single layers that `per_layer_config` lists by index. Raises SpecError for other overrides."""
     found = list(layers)
     given = Settings(settings.object("per_layer_config"))
     for key in given.unread():

@@ -85,7 +85,7 @@ def _gemma3(settings: Settings) -> Fields:
         FULL: read_rope(settings, head_dim=fields["head_dim"], parameters=whole),
     }
     fields = with_windows(settings, with_ropes(fields, ropes, kinds), kinds)
-    # The scaling of full layers is part of max_position_embeddings.
+    # max_position_embeddings already includes the scaling of full layers.
     return fields | {"max_context": fields["max_position"]}
 
 
@@ -138,7 +138,7 @@ def _gemma4(settings: Settings) -> Fields:
 
 
 def _with_layers(settings: Settings, fields: Fields, kinds: list[str]) -> Fields:
-    """Set the heads of layers with full attention, and the earlier layer whose keys and values the last ones share."""
+    """Set the heads of full-attention layers, and the earlier layer whose keys and values the last layers share."""
     num_layers, layers = fields["num_layers"], list(with_overrides(settings, fields["layers"]))
     is_shared = settings.switch("attention_k_eq_v")
     has_global = is_shared and "num_global_key_value_heads" in settings

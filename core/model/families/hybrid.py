@@ -48,7 +48,7 @@ def _granite_moe(settings: Settings) -> Fields:
 
 
 def _granite_hybrid(settings: Settings) -> Fields:
-    """Read Granite 4: Mamba-2 instead of attention in most layers, a dense MLP or experts with a shared one."""
+    """Read Granite 4: Mamba-2 instead of attention in most layers; a dense MLP, or experts and a shared expert."""
     shared = settings.count("shared_intermediate_size")
     has_experts = settings.count("num_local_experts", least=0) > 0
     # Without experts, the shared one is the MLP.
