@@ -133,8 +133,7 @@ def _with_latents(settings: Settings, *, is_interleaved: bool) -> Fields:
 def with_experts(
     settings: Settings, fields: Fields, *, scores: str, normalizes: bool, has_groups: bool = True
 ) -> Fields:
-    """Add routed experts beside shared ones. Raises SpecError. scores: of the router; sigmoids have a correction bias.
-    """
+    """Add routed experts beside shared ones. scores: of the router; sigmoid ones have a correction bias."""
     num_layers: int = fields["num_layers"]
     kinds = settings.per_layer("mlp_layer_types", num_layers, ("dense", "sparse"))
     first = settings.count("first_k_dense_replace", 0, least=0)
