@@ -155,7 +155,7 @@ def is_of_ray_up() -> bool:
 
 
 def is_endpoint_free(host: str | None, port: int) -> bool:
-    """Return whether a router could listen there. Runs on a node; the default host is its address."""
+    """Return whether a router could listen at `host`. Runs on a node; the default host is its address."""
     return is_free(host or this_ip(), port)
 
 

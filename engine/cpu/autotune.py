@@ -140,7 +140,7 @@ def _quickest(seconds: Mapping[str, float]) -> str:
 
 
 def _measured(ways: Ways, clock: Callable[[], float]) -> dict[str, float]:
-    """Measure alternately. If the kernels lose they get a second round, because the result is stored for good."""
+    """Measure the ways in turn. If the kernels lose, they get a second round, because the result is stored for good."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -43,7 +43,7 @@ class KVBasis(NamedTuple):
 
     @classmethod
     def of(cls, keys_KDD: Tensor, values_KDD: Tensor, device: torch.device) -> KVBasis:
-        """Add the inverse matrices, computed in double precision on the host. Raises LinAlgError without an inverse."""
+        """Complete the matrices with their inverses, computed in double precision on the host. Raises LinAlgError."""
         queries_KDD = torch.linalg.inv(keys_KDD.double()).mT
         outputs_KDD = torch.linalg.inv(values_KDD.double())
         return cls(*(x.float().contiguous().to(device) for x in (keys_KDD, values_KDD, queries_KDD, outputs_KDD)))

@@ -256,7 +256,7 @@ class HeldParts:
             windows.drop(passed)
 
     def trim(self, end: int, windows: WindowManager) -> None:
-        """Drop the blocks from place `end` of the table on, which leave it."""
+        """Drop the blocks from place `end` on, because they leave the table."""
         if end < self.end:
             kept = max(0, end - self.first)
             removed, self.blocks = self.blocks[kept:], self.blocks[:kept]

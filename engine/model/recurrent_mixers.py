@@ -256,7 +256,7 @@ class GroupNorm:
 
 
 def _mamba_conv_spans(shape: MambaShape, heads: Span, groups: Span, *, after: int = 0) -> list[Span]:
-    """Return a rank's rows of x, B and C after `after` other rows."""
+    """Return a rank's rows of x, B and C, shifted by `after` rows."""
     size, states = shape.num_heads * shape.head_dim, shape.num_groups * shape.state_dim
     firsts = after + size, after + size + states
     return [
@@ -315,7 +315,7 @@ class ShortConv:
 
 
 def _rows(units: Span, size: int, *, after: int = 0) -> Span:
-    """Return the rows of a range of units of `size` rows each, after `after` other rows."""
+    """Return the rows of a range of units of `size` rows each, shifted by `after` rows."""
     return after + units[0] * size, after + units[1] * size
 
 

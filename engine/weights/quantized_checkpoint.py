@@ -363,7 +363,7 @@ class QuantizedCheckpoint:
         return scales.T if part.dims[0] == "G" else scales
 
     def _zeros(self, matrix: _Matrix, scales: Tensor) -> Tensor | None:
-        """Read zeros in the order of the scales; None if codes are numbers."""
+        """Read zeros in the order of the scales; None if codes have no zero but 0."""
         row, part = matrix.format, matrix.format.zeros
         if part is None or (name := matrix.stem + part.name) not in self._plain.shapes:
             if part and (row.kind or (self._declared.is_asymmetric and row.levels is None)):

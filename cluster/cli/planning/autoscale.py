@@ -159,7 +159,7 @@ def compare_table(found: dict[str, Any]) -> str:
 
 
 def _availability(report: dict[str, Any]) -> str:
-    """Describe which decisions are available."""
+    """Describe the available decisions, or why there are none."""
     if decisions := report["decisions"]:
         return f"available: {decisions[0]['number']} to {decisions[-1]['number']}"
     if (rules := report["rules"]) is None:

@@ -296,7 +296,7 @@ def _down(
 
 @jit
 def _part(rows: tl.tensor, start: tl.tensor, k: tl.tensor, K: tl.constexpr, BLOCK_K: tl.constexpr) -> tl.tensor:
-    """Load the inputs from `start` on, for rows that begin at `rows - k`."""
+    """Load the inputs from `start` on. rows: pointers to input k of each row."""
     if K % BLOCK_K == 0:
         return tl.load(rows + start)
     return tl.load(rows + start, mask=start + k < K, other=0.0)

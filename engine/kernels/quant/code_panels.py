@@ -108,7 +108,7 @@ def span_of(kind: int) -> int:
 
 
 def words_of_a_unit(kind: int, group: int) -> int:
-    """Return K. A group fills a unit or some of its positions; products need at least 16 inputs at a time."""
+    """Return K, the words per output and unit: 16 or more, as products need. A group fills a unit or some positions."""
     return 16 if kind > NIBBLES else max(16, (group or 128) // positions_of(kind))
 
 
