@@ -20,7 +20,7 @@ from kvtransfer.transfer.receiver import Receiver
 from kvtransfer.transfer.rendezvous import Rendezvous
 from kvtransfer.transfer.wire_messages import Part, part_from_report
 
-_BEHIND_S = 10.0  # a rank may lag behind rank 0 by this: several slow steps
+_BEHIND_S = 10.0  # maximum lag of a rank behind rank 0: several slow steps
 _MAX_VALUE_BYTES = 64 << 10  # rendezvous values of a process group take some hundred bytes
 
 
