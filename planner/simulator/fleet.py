@@ -47,6 +47,7 @@ class Fleet:
         self.gap_s, self.gap_counts = array("d"), array("q")  # between tokens, and how many gaps of this length
         self.decision_s = array("d")  # real time of each routing decision
         self.shipped_bytes = self.fetched_bytes = 0.0
+        self.num_refused = 0  # requests whose prompt exceeds a replica's pool
         self._setup = setup
         self._profile = profile
         self._hashes = hashes
@@ -88,7 +89,8 @@ class Fleet:
 
     def arrive(self, request: TraceRequest) -> None:
         """Route a request, or queue it until replicas have room."""
-        flight = self._add_flight(request)
+        if (flight := self._add_flight(request)) is None:
+            return
         if self._setup.waits_in_router:
             queued = QueuedRequest("", 0, float(request.num_tokens + self._usual_answer.predict(_ANY_LENGTH)))
             self._waiting[queued] = flight
@@ -98,7 +100,13 @@ class Fleet:
         else:
             self._send(flight, serving(self.prefills), serving(self.decodes))
 
-    def _add_flight(self, request: TraceRequest, decode: str = "") -> Flight:
+    def _add_flight(self, request: TraceRequest, decode: str = "", *, num_generated: int = 0) -> Flight | None:
+        """Record a request; None if its prompt exceeds a pool. A full pool ends its answer, as in the live cluster."""
+        room = self._setup.kv_tokens // self._setup.block_size * self._setup.block_size - request.num_tokens
+        if room <= num_generated:
+            self.num_refused += 1
+            return None
+        request = replace(request, num_output=min(request.num_output, room))
         flight = Flight(request, self._hashes.of(request), Option(prefill=None, decode=decode))
         self.flights.append(flight)
         return flight
@@ -154,7 +162,9 @@ class Fleet:
     def place(self, request: TraceRequest, num_generated: int) -> None:
         """Place a running answer with num_generated tokens on a decode replica. Call before the first arrival."""
         replica = min(serving(self.decodes), key=lambda replica: replica.num_streams)
-        flight = self._add_flight(request, replica.name)
+        flight = self._add_flight(request, replica.name, num_generated=num_generated)
+        if flight is None:
+            return
         flight.reserved_at = num_generated
         self._join(flight, replica)
         replica.reserve(flight, num_generated)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from core.model.kv_memory import CacheShape, PoolSizes, least_parts
 from core.spec.schema import Spec
@@ -64,6 +64,12 @@ class KV(_Section):
     # Recurrent layers.
     state_bytes: Count = 0  # of one sequence, all ranks
     pool_states: Count = 0  # state slots beside pool_tokens
+
+    @model_validator(mode="after")
+    def _has_states_or_windows(self) -> KV:
+        if self.window and self.state_bytes:
+            raise ValueError("window and state_bytes exclude each other: models with recurrent layers keep every block")
+        return self
 
     def wire_cache(self, block_size: int) -> CacheShape:
         """Return the bytes that a handoff ships."""

@@ -52,6 +52,7 @@ def summary(fleet: Fleet, slo: Slo) -> dict[str, Any]:
     decision_us = np.asarray(fleet.decision_s) * 1e6
     return {
         "completed": len(flights),
+        "refused": fleet.num_refused,
         "duration_s": duration_s,
         "reuse_share": sum(flight.num_cached for flight in flights) / max(1, prompt_tokens),
         "prompt_tokens": prompt_tokens,

@@ -42,6 +42,9 @@ class FakeCable:
         await asyncio.gather(*(writer.wait_closed() for writer in self._writers), return_exceptions=True)
 
     def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if not self._server.is_serving():  # accepted while the cable was pulled out
+            writer.transport.abort()
+            return
         self._writers.append(writer)
         connection = asyncio.create_task(self._carry(reader, writer))
         self._connections.add(connection)

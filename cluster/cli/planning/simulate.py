@@ -135,6 +135,7 @@ def _table(report: dict[str, Any]) -> str:
         [
             f"{report['completed']:,} requests in {report['duration_s']:,.0f} s"
             f" on {report['profile']} ({report['profile_origin']})",
+            *([f"refused {report['refused']:,} prompts longer than a replica's pool"] if report["refused"] else []),
             f"reused {report['reuse_share']:.2%} of {report['prompt_tokens']:,} prompt tokens",
             columns(rows),
             f"goodput {report['goodput_rps']:.2f} requests/s, {report['good_share']:.1%} of all",

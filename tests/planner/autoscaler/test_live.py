@@ -44,13 +44,20 @@ def test_decode_only_deployment_is_simulated_as_colocated() -> None:
     assert found["completed"] == 40 and found["transfer_bytes"] == 0
 
 
-def test_simulated_pools_are_those_that_the_replicas_report() -> None:
-    cache: dict[str, Any] = {"window": 512, "window_bytes_per_token": 800, "num_window_parts": 301}
-    cache |= {"state_bytes": 5000, "num_states": 12}
+@pytest.mark.parametrize(
+    ("cache", "num_states", "num_parts"),
+    [
+        ({"window": 512, "window_bytes_per_token": 800, "num_window_parts": 301}, 0, 301),
+        ({"state_bytes": 5000, "num_states": 12}, 12, None),
+    ],
+)
+def test_simulated_pools_are_those_that_the_replicas_report(
+    cache: dict[str, Any], num_states: int, num_parts: int | None
+) -> None:
     reports = [replica_report(one.replica, one.role, timing=_TIMING, **cache) for one in _ONE_EACH]
     kv = fleets_of(_spec(1, 1), AutoscaleSpec(), reports).profile.kv
     sizes = kv.pool_sizes(kv.pool_tokens, block_size=16, max_batch_tokens=2048)
-    assert sizes == (1000, 12, 301) and kv.wire_cache(16) == reports[0].cache
+    assert sizes == (1000, num_states, num_parts) and kv.wire_cache(16) == reports[0].cache
 
 
 @pytest.mark.parametrize("replicas", [[], [replace(one, timing=None) for one in _ONE_EACH]])

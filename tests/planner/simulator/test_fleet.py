@@ -11,7 +11,7 @@ from core.trace.trace import TraceRequest
 from core.types.request import Role
 from planner.simulator.fleet import Fleet
 from planner.simulator.prefix_hashes import PrefixHashes
-from planner.simulator.profile import FleetSetup, load_profile
+from planner.simulator.profile import KV, FleetSetup, load_profile
 
 _PROFILE = load_profile("a100x8-llama-3.1-405b")
 _SETUP = FleetSetup(num_prefill=2, num_decode=3, block_size=64, kv_tokens=65_536, prefix_fetches=True)
@@ -122,3 +122,23 @@ def test_warm_prompts_are_found() -> None:
     fleet.warm([_request(-1, num_tokens=2048, num_output=1, ids=ids)])
     _run(fleet, [_request(num_tokens=2048, num_output=2, ids=ids)])
     assert fleet.flights[0].num_cached >= 2048 - 64
+
+
+@pytest.mark.parametrize("setup", [_SETUP, _QUEUED, replace(_SETUP, num_prefill=0)])
+def test_requests_beyond_the_pool_are_refused_or_cut(setup: FleetSetup) -> None:
+    small = replace(setup, kv_tokens=1000)  # 15 blocks
+    fleet = _fleet(small)
+    trace = [_request(number, num_tokens=count, num_output=2000) for number, count in enumerate((100, 900, 959, 960))]
+    _run(fleet, trace)
+    assert sorted(flight.request.num_output for flight in fleet.flights) == [1, 60, 860]
+    assert fleet.num_refused == 1
+    placed = _fleet(small)
+    placed.place(_request(num_tokens=500, num_output=2000), 100)
+    placed.place(_request(number=1, num_tokens=500, num_output=2000), 460)  # the pool has no room for a next token
+    _run(placed, [])
+    assert [flight.request.num_output for flight in placed.flights] == [460]
+
+
+def test_a_profile_has_states_or_windows() -> None:
+    with pytest.raises(ValueError, match="exclude each other"):
+        KV(**_PROFILE.kv.model_dump() | {"window": 512, "state_bytes": 1000})
