@@ -101,7 +101,7 @@ class Fleet:
             self._send(flight, serving(self.prefills), serving(self.decodes))
 
     def _add_flight(self, request: TraceRequest, decode: str = "", *, num_generated: int = 0) -> Flight | None:
-        """Record a request; None if its prompt exceeds a pool. A full pool ends its answer, as in the live cluster."""
+        """Record a request. Return None if its prompt exceeds a pool; a full pool ends its answer, as it does live."""
         room = self._setup.kv_tokens // self._setup.block_size * self._setup.block_size - request.num_tokens
         if room <= num_generated:
             self.num_refused += 1
