@@ -147,7 +147,7 @@ class TrafficCapture:
         }
 
     def read(self, begin: int, num_bytes: int) -> bytes:
-        """Return part of what has been written."""
+        """Return part of the file as written so far."""
         with self.path.open("rb") as file:
             file.seek(begin)
             return file.read(num_bytes)

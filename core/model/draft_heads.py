@@ -69,7 +69,7 @@ class HeadsConfig:
 
     @property
     def kv_layers(self) -> tuple[tuple[int, int], ...]:
-        """KV heads, and numbers per row, of its own layers in the KV pool; see ModelConfig.kv_layers."""
+        """KV heads, and numbers per row, of the draft heads' layers in the KV pool; see ModelConfig.kv_layers."""
         return self.shape.kv_layers[-self.num_kv_layers :] if self.shape and self.num_kv_layers else ()
 
     def check_tensor_parallel(self, size: int) -> None:

@@ -80,7 +80,7 @@ class WindowArithmetic:
         return int((memory_bytes - num_wanted * part_bytes) / whole_bytes), num_wanted
 
     def _largest_split(self, memory_bytes: float, *, block_bytes: int, part_bytes: int) -> tuple[int, int]:
-        """Return the most blocks that fit, and their share of parts."""
+        """Return the maximum number of blocks that fit, and their share of parts."""
         whole_bytes = block_bytes - part_bytes
         low, high = 0, int(memory_bytes / (whole_bytes + self._share * part_bytes))
         while low < high:
@@ -114,9 +114,10 @@ def window_span(window: int, block_size: int) -> int:
 
 
 def most_parts(window: int, block_size: int) -> int:
-    """Return the most parts that a sequence of any length holds between steps.
+    """Return the maximum number of parts that a sequence of any length holds between steps.
 
-    Those before its next token's block, that block, and one more, because parts are dropped when a block is added.
+    It needs parts for the window before its next token's block, for that block, and for one more, because parts are
+    dropped only when a block is added.
     """
     return window_span(window, block_size) + 2
 

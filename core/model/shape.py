@@ -71,7 +71,7 @@ class Activation:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
-    """Experts of a mixture-of-experts model: MLPs, a few of which are active per token."""
+    """Experts of a mixture-of-experts model: MLPs, a few active per token."""
 
     num_experts: int  # per sparse layer
     num_per_token: int

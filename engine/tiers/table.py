@@ -169,8 +169,8 @@ class TierTable(Generic[T]):
         state: hash of a block with a checkpoint, and the slot to load its state to. With a state or with windows,
         returns None unless all blocks and the checkpoints needed to continue behind them are present.
 
-        With windows, an owner's block that the device has under its hash is complete. Other blocks are loaded, or
-        copied on the device; those that the next query sees must have parts, which are loaded, too.
+        With windows, the owner's blocks that the device has under their hashes need no load. Others are loaded, or
+        copied on the device; those that the next query sees need parts, which are loaded, too.
         """
         plan = self._sources.plan(hashes, blocks, state)
         if not plan or not (plan.blocks or plan.pieces):

@@ -53,7 +53,7 @@ class Ledger:
     """Accepts or rejects every frame of one handoff on one rank. The caller locks each decision with its write."""
 
     def __init__(self, opened: Opening, *, windowed: Collection[int] = (), window_start: int = 0) -> None:
-        """windowed: layers of which only positions from `window_start` on are shipped; see CacheShape.window_start."""
+        """windowed: layers that ship only positions from `window_start` on; see CacheShape.window_start."""
         self.handoff = opened.handoff
         self.state = LedgerState.OPEN
         self.epoch = 0  # newest seen

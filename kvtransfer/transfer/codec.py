@@ -78,7 +78,7 @@ class Codec:
         return self._layout.num_sides * row_bytes + self._num_feature_bytes(segment)
 
     def max_row_bytes(self) -> int:
-        """Return the most bytes that one position of one layer has on the wire, with all heads of a rank."""
+        """Return the maximum bytes that one position of one layer has on the wire, with all heads of a rank."""
         each = zip(self._layout.heads, self._rows, strict=True)
         return self._layout.num_sides * max(heads.num_heads * (row.code_bytes + row.scale_bytes) for heads, row in each)
 

@@ -16,7 +16,7 @@ from engine.kernels.quant.row_quantization import as_bytes, quantize_row
 from engine.kernels.rms_norm import normed
 
 # T tokens, H query heads, B blocks, S block_size, C latent_dim, P rope_dim, F = P / 2, X numbers of an index key,
-# D = C + P + X, Q numbers of a query, of which the last P are rotated
+# D = C + P + X, Q numbers of a query, the last P of them rotated
 
 _HEADS_AT_ONCE = 8
 

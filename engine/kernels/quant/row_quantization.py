@@ -36,9 +36,9 @@ _NAN = 0x7FC00000
 def quantize_rows(x: Tensor, dtype: torch.dtype, *, exact: int = 0) -> tuple[Tensor, Tensor]:
     """Quantize each row (last dimension) with its own scale, except for its last `exact` numbers, kept in bf16.
 
-    x: (..., D) bf16, fp16 or fp32. Returns codes (..., D + exact) of `dtype`, float8_e4m3fn or int8, the last 2 * exact
-    of which are bytes of bf16, and scales (...) bfloat16, always positive. dtype INT4: codes (..., D / 2), and scales
-    of SCALES; all numbers are quantized.
+    x: (..., D) bf16, fp16 or fp32. Returns codes (..., D + exact) of `dtype`, float8_e4m3fn or int8, whose last 2 *
+    exact are bytes of bf16, and scales (...) bfloat16, always positive. dtype INT4: codes (..., D / 2), and scales of
+    SCALES; all numbers are quantized.
     A row with NaN or infinity gets a non-finite scale and dequantizes to non-finite values.
     """
     if dtype == INT4:
