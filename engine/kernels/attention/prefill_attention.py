@@ -284,16 +284,17 @@ def _combine_splits(
     row, first_query = tl.load(tile_rows + tile), tl.load(tile_firsts + tile)
     i, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     m = first_query + i
-    mask = (m < tl.load(lengths + row))[:, None] & (d < D)[None, :]
+    is_query = m < tl.load(lengths + row)  # nothing was written for the others
+    mask = is_query[:, None] & (d < D)[None, :]
     base = tl.full([BLOCK_M], -1e30, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     result = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for split in range(num_splits):
         place = ((tile.to(tl.int64) * H + head) * num_splits + split) * BLOCK_M + i
-        largest = tl.load(part_largest + place)
+        largest = tl.load(part_largest + place, mask=is_query, other=-float("inf"))
         grown = tl.maximum(base, largest)
         fade, weight = tl.exp2(base - grown), tl.exp2(largest - grown)
-        total = total * fade + tl.load(part_total + place) * weight
+        total = total * fade + tl.load(part_total + place, mask=is_query, other=0.0) * weight
         numbers = tl.load(part + place[:, None] * D + d[None, :], mask=mask, other=0.0)
         result = result * fade[:, None] + numbers * weight[:, None]
         base = grown
