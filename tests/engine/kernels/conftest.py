@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
 
 @pytest.fixture(autouse=True)
 def _uninitialized_memory_is_infinite(monkeypatch: pytest.MonkeyPatch) -> None:
     def filled(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def make_filled(*shape: Any, **options: Any) -> torch.Tensor:
             tensor = make(*shape, **options)
-            return (
-                tensor.fill_(float("inf")) if tensor.dtype in (torch.float32, torch.float16, torch.bfloat16) else tensor
-            )
+            return tensor.fill_(float("inf")) if tensor.dtype in _FLOATS else tensor
 
         return make_filled
 

@@ -295,7 +295,7 @@ PREFILLS = [
 PREFILLS_BY_DEFAULT = [
     *((case, 1, 2 if case[5] else 1) for case in [*(CASES[i] for i in (0, 3, 6, 11, 15)), *FEW_PAIRS]),
     (WIDE_BLOCKS, 1, 2),
-    *((CASES[i], 3, at_once) for i, at_once in ((2, 2), (12, 1))),
+    *((CASES[i], 3, at_once) for i, at_once in ((2, 2), (17, 1))),
 ]
 
 
