@@ -15,7 +15,6 @@ from redis.exceptions import RedisError
 from core.index.redis_client import RedisReach, is_about_one_key
 from core.types.api_key import ApiKey
 from core.types.errors import ClusterError, RateLimited, RequestError
-from frontend.access.keyring import Client
 from frontend.access.limiter import LEASE_S, Limiter, Reservation, rejection
 from frontend.text.completion import Completion
 
@@ -54,12 +53,11 @@ class Limits:
         self._ahead: dict[str, int] = {}  # by key: decaying maximum of the tokens of its latest requests
 
     @asynccontextmanager
-    async def entered(self, client: Client) -> AsyncIterator[RequestContext]:
+    async def entered(self, key: ApiKey | None) -> AsyncIterator[RequestContext]:
         """Hold a concurrency slot for one request for the duration of the block. Enter before its body is read.
 
         Counts as a request whatever its outcome. Raises RateLimited, also if the key has no token left.
         """
-        key = client.key
         if key is None or not key.is_limited:
             yield RequestContext(None, self._take_tokens)
             return

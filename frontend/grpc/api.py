@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from functools import partial
 from typing import Any, TypeAlias
 
 import grpc
-from grpc_health.v1 import health, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
@@ -19,11 +19,9 @@ from core.rpc import inference_pb2_grpc as pb_grpc
 from core.types.errors import ClusterError, DeployError, RateLimited, ReplicaLost, outcome_of
 from core.types.network import format_address
 from core.wire.channel import PINGS_ALLOWED, keepalive
-from frontend.access.access import Access
-from frontend.access.keyring import Client
+from frontend.access.access import Access, Client
 from frontend.access.limits import RequestContext
 from frontend.grpc.admission import KeyInterceptor, authorization_of
-from frontend.grpc.health import EndpointHealth
 from frontend.grpc.messages import (
     ResponseBytes,
     detokenize_request_of,
@@ -32,8 +30,7 @@ from frontend.grpc.messages import (
     status_of,
     tokenize_request_of,
 )
-from frontend.http.certificates import Certificates
-from frontend.http.connections import GRPC_ENDPOINT, ConnectionLimits
+from frontend.http.connections import GRPC_ENDPOINT, Certificates, ConnectionLimits
 from frontend.openai.fields import also_ignored
 from frontend.text.completion import Completion, Completions
 from frontend.text.completion_request import MAX_REQUEST_BYTES, CompletionRequest
@@ -185,7 +182,7 @@ class InferenceServicer(pb_grpc.InferenceServicer):
                 client = self._client(context)
                 with self._audited("", context, client):
                     self._request_contexts[context] = await stack.enter_async_context(
-                        self._access.limits.entered(client)
+                        self._access.limits.entered(client.key)
                     )
             try:
                 yield
@@ -347,3 +344,57 @@ async def _statuses(context: _Context) -> AsyncIterator[None]:
     except Exception as error:
         logger.exception("request failed with an unexpected exception")
         await context.abort_with_status(rpc_status.to_status(status_of(error)))
+
+
+_Status = health_pb2.HealthCheckResponse
+_MAX_WATCHERS = 1024
+
+
+class EndpointHealth(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # gRPC's stubs have no types
+    """Health servicer over one table. Each watcher polls it for itself, so a slow one delays neither others nor `set`.
+    Bound to the endpoint's event loop."""
+
+    def __init__(self) -> None:
+        self._is_serving: dict[str, bool] = {}
+        self._changed = asyncio.Event()  # replaced after each change
+        self._num_watchers = 0
+
+    def set(self, is_serving: Mapping[str, bool]) -> None:
+        """Set the status by service name; other names are unknown."""
+        if self._is_serving == is_serving:
+            return
+        self._is_serving = dict(is_serving)
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def Check(
+        self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> health_pb2.HealthCheckResponse:
+        if request.service not in self._is_serving:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "no such service")
+        return _Status(status=self._status(request.service))
+
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        """Write statuses until the client leaves. No state is kept for an unknown service name."""
+        if self._num_watchers >= _MAX_WATCHERS:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many watchers; use Check")
+        self._num_watchers += 1
+        try:
+            await self._write_changes(request.service if request.service in self._is_serving else None, context)
+        finally:
+            self._num_watchers -= 1
+
+    async def _write_changes(self, name: str | None, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        written = None
+        while True:
+            changed, status = self._changed, self._status(name)
+            if status != written:
+                await context.write(_Status(status=status))
+                written = status
+            await changed.wait()
+
+    def _status(self, name: str | None) -> Any:
+        is_serving = None if name is None else self._is_serving.get(name)
+        if is_serving is None:
+            return _Status.SERVICE_UNKNOWN
+        return _Status.SERVING if is_serving else _Status.NOT_SERVING

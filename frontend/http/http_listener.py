@@ -7,7 +7,7 @@ import logging
 import math
 import resource
 import socket
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -17,8 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from core.types.errors import DeployError
 from core.types.network import format_address
-from frontend.http.certificates import Certificates
-from frontend.http.connections import HttpLimits
+from frontend.http.connections import Certificates, HttpLimits
 from frontend.http.event_stream import json_answer
 from frontend.openai.errors import http_error
 
@@ -63,7 +62,7 @@ class HttpListener:
                 f"host: {error.strerror}"
             ) from error
         limits = _with_files(limits)
-        connections = _Connections(_HeaderBounds(app, limits))
+        connections = _Connections(app, limits)
         config = uvicorn.Config(
             connections,
             http="h11",  # bounds a header before it is complete, and reads the body of a request that offers h2c
@@ -104,29 +103,10 @@ class _Server(uvicorn.Server):
 
 
 class _Connections:
-    """ASGI middleware: add `Connection: close` to responses once the connections are ending."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-        self.are_ending = False
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._app(scope, receive, _ending(send) if self.are_ending else send)
-
-
-def _ending(send: Send) -> Send:
-    async def send_ending(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            MutableHeaders(scope=message)["connection"] = "close"
-        await send(message)
-
-    return send_ending
-
-
-class _HeaderBounds:
-    """ASGI middleware: reject a request whose header is too large."""
+    """ASGI middleware: reject a request whose header is too large, and end the connections once asked to."""
 
     def __init__(self, app: ASGIApp, limits: HttpLimits) -> None:
+        self.are_ending = False  # each connection ends with its next response
         self._app = app
         self._limits = limits
         problem = f"the header of the request is larger than {limits.header_bytes} bytes or {limits.headers} fields"
@@ -136,7 +116,7 @@ class _HeaderBounds:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app = self._rejection if scope["type"] == "http" and self._is_too_large(scope) else self._app
         try:
-            await app(scope, receive, send)
+            await app(scope, receive, _ending(send) if self.are_ending else send)
         except asyncio.CancelledError:
             # uvicorn cancels requests that outlive the grace time, and would log a traceback for each.
             return
@@ -146,6 +126,15 @@ class _HeaderBounds:
         num_bytes = len(scope["raw_path"]) + len(scope["query_string"])
         num_bytes += sum(len(name) + len(value) for name, value in headers)
         return num_bytes > self._limits.header_bytes or len(headers) > self._limits.headers
+
+
+def _ending(send: Send) -> Send:
+    def send_ending(message: Message) -> Awaitable[None]:
+        if message["type"] == "http.response.start":
+            MutableHeaders(scope=message)["connection"] = "close"
+        return send(message)
+
+    return send_ending
 
 
 def _with_files(limits: HttpLimits) -> HttpLimits:

@@ -14,8 +14,7 @@ from typing import Any, NoReturn
 
 from core.types.errors import RequestError
 from core.types.request import MAX_SCHEMA_BYTES, in_quotes
-from frontend.structured_output.json_schema import in_lark, lenient
-from frontend.structured_output.special_tokens import SpecialTokens
+from frontend.structured_output.json_schema import SpecialTokens, in_lark, lenient
 
 _ANYTHING = "/(?s:.*)/"
 _MAX_LISTED = 512  # tags, triggers and elements of one format

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from time import monotonic
 from types import TracebackType
 from typing import TypeVar
@@ -12,7 +13,7 @@ from typing import TypeVar
 from core.types.errors import ClientTooSlow, ClusterError, ReplicaLost
 from core.types.request import SampledToken
 from frontend.text.choice_text import ChoiceText
-from frontend.text.events import Event, Summary
+from frontend.text.events import Delta, Event, Finished, Summary
 from router.generation import Generation
 from router.telemetry.metrics import Metrics
 
@@ -190,3 +191,33 @@ class UnreadLimit:
             self._scope.reschedule(now)
         else:
             self._timer = self._loop.call_later(self._limit_s / _CHECKS, self._check)
+
+
+async def best_of(
+    events: AsyncIterator[list[Event]], *, num_best: int, shows_logprobs: bool
+) -> AsyncIterator[list[Event]]:
+    """Yield the events of the best choices, renumbered, once all choices have ended; then the summary.
+
+    events: their tokens must have logprobs, which are removed unless shows_logprobs.
+    """
+    collected: dict[int, list[Delta | Finished]] = {}
+    async for arrived in events:
+        for event in arrived:
+            if isinstance(event, Delta | Finished):
+                collected.setdefault(event.choice, []).append(event)
+                continue
+            best = sorted(collected, key=lambda choice: (-_mean_logprob(collected[choice]), choice))
+            for number, choice in enumerate(best[:num_best]):
+                yield [_shown(one, number, shows_logprobs=shows_logprobs) for one in collected[choice]]
+            yield [event]
+
+
+def _mean_logprob(events: list[Delta | Finished]) -> float:
+    found = [t.logprob.logprob for one in events if isinstance(one, Delta) for t in one.tokens if t.logprob]
+    return sum(found) / len(found)
+
+
+def _shown(event: Delta | Finished, number: int, *, shows_logprobs: bool) -> Event:
+    if isinstance(event, Finished) or shows_logprobs:
+        return replace(event, choice=number)
+    return replace(event, choice=number, tokens=[replace(token, logprob=None) for token in event.tokens])

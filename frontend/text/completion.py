@@ -12,25 +12,23 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
 
 from core.grammar.compiler import GrammarCompiler
 from core.types.api_key import ApiKey
 from core.types.errors import ClientTooSlow, ClusterError, DeadlineExceeded, RequestError, outcome_of
 from core.types.prompt_logprobs import PromptLogprobs
-from core.types.request import Grammar, Sampling, SequenceRequest, ThinkingBudget
+from core.types.request import OFFLINE, Grammar, Sampling, SequenceRequest, ThinkingBudget
 from frontend.chat.chat import Chat
 from frontend.chat.chat_template import ChatTemplate
 from frontend.chat.output_format import OutputFormat
 from frontend.chat.thinking import thinking_budget
 from frontend.structured_output.constrained_answer import bound_answer, without_look_around
 from frontend.structured_output.grammar_check import GrammarCheck
-from frontend.structured_output.special_tokens import SpecialTokens
-from frontend.text.answer_events import AnswerEvents, TokenClock, UnreadLimit
+from frontend.structured_output.json_schema import SpecialTokens
+from frontend.text.answer_events import AnswerEvents, TokenClock, UnreadLimit, best_of
 from frontend.text.answer_reader import AnswerReader
-from frontend.text.audit_log import RequestAuditLog
-from frontend.text.best_of import best_of
 from frontend.text.choice_text import ChoiceText
 from frontend.text.completion_request import (
     CompletionRequest,
@@ -45,7 +43,7 @@ from frontend.text.events import Event, Summary, TokenUsage
 from frontend.text.prompt_encoder import PromptEncoder, num_chars
 from frontend.text.text_threads import TextThreads
 from frontend.text.tokenizer import Tokenizer
-from frontend.text.usage import Account
+from frontend.text.usage import Account, RequestAuditLog
 from router.generation import Generation, RequestRoute, TokenService
 from router.telemetry.metrics import Metrics
 from router.telemetry.tracing import Trace, Tracing
@@ -54,52 +52,32 @@ from router.telemetry.traffic import TrafficRecord
 _LARGE = 8 * 1024  # characters of schemas, some ms of rewriting; larger ones go to another thread
 
 
+@dataclass(eq=False, kw_only=True)
 class Completions:
     """Factory of the completions of one model. Bound to one event loop."""
 
-    def __init__(
-        self,
-        *,
-        token_service: TokenService,
-        tokenizer: Tokenizer,
-        chat_template: ChatTemplate,
-        model: ModelCard,
-        metrics: Metrics,
-        max_request_s: float,
-        max_unread_s: float = 60.0,
-        audit_log: RequestAuditLog | None = None,
-        traffic: TrafficRecord | None = None,
-        output_format: OutputFormat | None = None,
-        grammars: GrammarCompiler | None = None,
-        tracing: Tracing | None = None,
-    ) -> None:
-        """max_request_s: upper bound of a request's duration, whatever deadline the client sets. max_unread_s: maximum
-        time a client may leave a token unread. output_format: None: derived from the chat template. grammars: None:
-        constrained answers are rejected. tracing: None: off."""
-        self.model = model
-        self.tracing = tracing
-        self.tokenizer = tokenizer
-        self.metrics = metrics
-        self.token_service = token_service
-        self.max_request_s = max_request_s
-        self.max_unread_s = max_unread_s
+    token_service: TokenService
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate
+    model: ModelCard
+    metrics: Metrics
+    max_request_s: float  # upper bound of a request's duration, whatever deadline the client sets
+    max_unread_s: float = 60.0  # maximum time a client may leave a token unread
+    audit_log: RequestAuditLog = field(default_factory=RequestAuditLog)
+    traffic: TrafficRecord | None = None
+    output_format: InitVar[OutputFormat | None] = None  # None: derived from the chat template
+    grammars: InitVar[GrammarCompiler | None] = None  # None: constrained answers are rejected
+    tracing: Tracing | None = None  # None: off
+
+    def __post_init__(self, output_format: OutputFormat | None, grammars: GrammarCompiler | None) -> None:
         self.threads = TextThreads()
-        self.audit_log = audit_log or RequestAuditLog()
-        self.traffic = traffic
-        special = SpecialTokens(grammars.special_tokens if grammars else None)
-        self.prompts = PromptEncoder(
-            tokenizer,
-            chat_template,
-            model=model,
-            output_format=replace(
-                output_format
-                or OutputFormat.of(
-                    chat_template.sources, is_special=tokenizer.has_special, knows_tools=chat_template.knows_tools
-                ),
-                special=special,
-            ),
-            threads=self.threads,
+        template = self.chat_template
+        output_format = output_format or OutputFormat.of(
+            template.sources, is_special=self.tokenizer.has_special, knows_tools=template.knows_tools
         )
+        special = SpecialTokens(grammars.special_tokens if grammars else None)
+        output_format = replace(output_format, special=special)
+        self.prompts = PromptEncoder(self.tokenizer, template, self.model, output_format, self.threads)
         self._grammars = GrammarCheck(grammars)
 
     async def open(
@@ -133,15 +111,14 @@ class Completions:
                 bad_words=await self.prompts.bad_words_of(request) if request.bad_words else (),
             )
         except ClusterError as error:
-            self.metrics.requests.labels(outcome_of(error).code).inc()
-            self.audit_log.rejected(request, error)
+            self.reject(request, error)
             raise
         limit_s = self.max_request_s if request.deadline_s is None else min(request.deadline_s, self.max_request_s)
         return Completion(
-            self,
-            request,
-            prompt_ids,
-            sampling,
+            service=self,
+            request=request,
+            prompt_ids=prompt_ids,
+            sampling=sampling,
             is_cut=len(prompt_ids) < len(given_ids),
             grammar=grammar,
             thinking=thinking,
@@ -163,72 +140,63 @@ class Completions:
         self._grammars.close()
         self.audit_log.close()
 
+    def reject(self, request: CompletionRequest, error: ClusterError) -> None:
+        """Count and record a request that is rejected."""
+        self.metrics.requests.labels(outcome_of(error).code).inc()
+        self.audit_log.rejected(request, error)
+
     def unreadable(self, request_id: str, error: ClusterError, *, key: ApiKey | None, peer: str) -> None:
         """Count and record a request that an endpoint rejected before it could be parsed."""
         self.metrics.requests.labels(outcome_of(error).code).inc()
         self.audit_log.unreadable(request_id, error, key=key, peer=peer)
 
 
+@dataclass(eq=False, kw_only=True)
 class Completion:
     """Request that has been checked and tokenized."""
 
-    def __init__(
-        self,
-        service: Completions,
-        request: CompletionRequest,
-        prompt_ids: tuple[int, ...],
-        sampling: Sampling,
-        *,
-        is_cut: bool,
-        grammar: Grammar | None,
-        thinking: ThinkingBudget | None,
-        ignored: Sequence[str],
-        clock: TokenClock,
-        limit_s: float,
-        trace: Trace | None,
-    ) -> None:
-        """is_cut: the prompt was truncated. ignored: fields of the client that have no effect with this model."""
-        self.service = service
-        self.request = request
+    service: Completions
+    request: CompletionRequest
+    prompt_ids: tuple[int, ...]
+    sampling: Sampling
+    is_cut: bool  # the prompt was truncated
+    grammar: Grammar | None  # constrains the whole answer
+    thinking: ThinkingBudget | None  # limits the thinking before it
+    ignored: Sequence[str]  # fields of the client that have no effect with this model
+    clock: TokenClock
+    limit_s: float
+    trace: Trace | None
+
+    def __post_init__(self) -> None:
+        request, service = self.request, self.service
         self.n = request.n  # choices answered
         self.num_choices = request.num_choices  # choices run
-        self.prompt_ids = prompt_ids
-        self.ignored = ignored
-        self.max_answer_tokens = request.num_choices * sampling.max_tokens
-        self._prompts = service.prompts
-        self._is_cut = is_cut
-        self._sampling = sampling
-        self._grammar = grammar  # constrains the whole answer
-        self._thinking = thinking  # limits the thinking before it
-        self._token_service = service.token_service
-        self._trace = trace
+        self.max_unread_s = service.max_unread_s
         self._account = Account(
             request,
             model=service.model.id,
-            clock=clock,
+            clock=self.clock,
             metrics=service.metrics,
             audit_log=service.audit_log,
-            traffic=service.traffic,
-            trace=trace,
+            # Offline requests do not count as traffic: no client waits for them.
+            traffic=None if request.priority >= OFFLINE else service.traffic,
+            trace=self.trace,
         )
-        self._clock = clock
-        self._limit_s = limit_s
-        self.max_unread_s = service.max_unread_s
         self._unread = UnreadLimit(service.max_unread_s, request_id=request.id)
+        shown = service.prompts.shown_ids
         self._choices = [
-            ChoiceText(
-                request, choice, service.tokenizer, reader=self._reader(service), shown=service.prompts.shown_ids
-            )
+            ChoiceText(request, choice, service.tokenizer, reader=self._reader(), shown=shown)
             for choice in range(request.num_choices)
         ]
         self._route = RequestRoute()
         self._generation: Generation | None = None
 
-    def _reader(self, service: Completions) -> AnswerReader | None:
+    def _reader(self) -> AnswerReader | None:
         if not isinstance(self.request.prompt, Chat):
             return None
-        end = service.prompts.end_of(self.prompt_ids)
-        return AnswerReader.of(self.request.prompt, service.prompts.output_format, end, grammar=self.request.grammar)
+        prompts = self.service.prompts
+        end = prompts.end_of(self.prompt_ids)
+        return AnswerReader.of(self.request.prompt, prompts.output_format, end, grammar=self.request.grammar)
 
     @asynccontextmanager
     async def run(
@@ -247,14 +215,14 @@ class Completion:
                 self._until_deadline(),
                 turn or nullcontext(),
                 self._unread,
-                self._token_service.start(self._sequence()) as generation,
+                self.service.token_service.start(self._sequence()) as generation,
             ):
                 self._route, self._generation = generation.route, generation
                 self._account.started(generation.life)
                 events = AnswerEvents(
                     generation,
                     self._choices,
-                    clock=self._clock,
+                    clock=self.clock,
                     unread=self._unread,
                     summary=self._summary,
                     request_id=self.request.id,
@@ -283,7 +251,7 @@ class Completion:
 
     async def prompt_text(self) -> str:
         """Return the prompt's text as the client gave it, or decoded with special tokens if it was ids or cut."""
-        return await self._prompts.text_of(self.request, self.prompt_ids, is_cut=self._is_cut)
+        return await self.service.prompts.text_of(self.request, self.prompt_ids, is_cut=self.is_cut)
 
     @property
     def num_prompt_numbers(self) -> int:
@@ -292,17 +260,21 @@ class Completion:
 
     def shorten_answers(self, max_tokens: int) -> None:
         """Limit the length of each answer. Call before `run`."""
-        self._sampling = replace(self._sampling, max_tokens=min(max_tokens, self._sampling.max_tokens))
-        self.max_answer_tokens = self.num_choices * self._sampling.max_tokens
+        self.sampling = replace(self.sampling, max_tokens=min(max_tokens, self.sampling.max_tokens))
 
     def reject(self, error: ClusterError) -> None:
         """Record that the request is rejected by its key's limits and will not run."""
-        self._account.rejected(error)
+        self.service.reject(self.request, error)
+
+    @property
+    def max_answer_tokens(self) -> int:
+        """Upper bound of the tokens of all answers."""
+        return self.num_choices * self.sampling.max_tokens
 
     @property
     def most_tokens(self) -> int:
         """Upper bound of the tokens it may use, prompt and answers."""
-        return len(self.prompt_ids) + self.num_choices * self._sampling.max_tokens
+        return len(self.prompt_ids) + self.max_answer_tokens
 
     @property
     def used_tokens(self) -> int:
@@ -331,7 +303,7 @@ class Completion:
             usage = replace(usage, cached_tokens=0, accepted_prediction_tokens=0, rejected_prediction_tokens=0)
             # Replica names reveal cache hits: a full hit skips prefill, and routing prefers cached prefixes.
             route = RequestRoute(attempts=route.attempts, migrations=route.migrations)
-        return Summary(usage=usage, route=route, ttft_s=self._clock.ttft_s, itl_s=self._clock.itl_s)
+        return Summary(usage=usage, route=route, ttft_s=self.clock.ttft_s, itl_s=self.clock.itl_s)
 
     def _sequence(self) -> SequenceRequest:
         return SequenceRequest(
@@ -339,28 +311,28 @@ class Completion:
             id=f"{self.request.id}-{secrets.token_hex(4)}",
             token_ids=self.prompt_ids,
             num_prompt_tokens=len(self.prompt_ids),
-            sampling=self._sampling,
-            grammar=self._grammar,
-            thinking=self._thinking,
+            sampling=self.sampling,
+            grammar=self.grammar,
+            thinking=self.thinking,
             num_prompt_logprobs=self.request.prompt_logprobs,
             choices=tuple(range(self.num_choices)),
             salt=self.request.salt,
             tenant=self.request.tenant,
             user=self.request.user,
             priority=self.request.priority,
-            deadline_s=self._limit_s - self._clock.elapsed_s,
-            traceparent=self._trace.traceparent if self._trace else "",
+            deadline_s=self.limit_s - self.clock.elapsed_s,
+            traceparent=self.trace.traceparent if self.trace else "",
         )
 
     @asynccontextmanager
     async def _until_deadline(self) -> AsyncIterator[None]:
         try:
-            async with asyncio.timeout(self._limit_s - self._clock.elapsed_s) as scope:
+            async with asyncio.timeout(self.limit_s - self.clock.elapsed_s) as scope:
                 yield
         except TimeoutError:
             if not scope.expired():
                 raise
-            raise DeadlineExceeded(f"request {self.request.id}: not finished within {self._limit_s:g} s") from None
+            raise DeadlineExceeded(f"request {self.request.id}: not finished within {self.limit_s:g} s") from None
 
     def _over(self, error: BaseException | None) -> None:
         """Record the outcome."""
@@ -374,5 +346,5 @@ class Completion:
             self._usage,
             self._route,
             num_outputs=(choice.num_tokens for choice in self._choices),
-            max_tokens=self._sampling.max_tokens,
+            max_tokens=self.sampling.max_tokens,
         )

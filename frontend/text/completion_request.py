@@ -10,9 +10,8 @@ from types import MappingProxyType
 
 from core.types.errors import ContextLengthExceeded, RequestError, UnknownModel
 from core.types.prompt_logprobs import MAX_PROMPT_NUMBERS
-from core.types.request import Grammar, Sampling, TokenRules, random_seed
+from core.types.request import MAX_BAD_WORDS, Grammar, Sampling, TokenRules, random_seed
 from frontend.chat.chat import Chat
-from frontend.text.bad_words import check_bad_words
 
 MAX_REQUEST_BYTES = 10 * 1024 * 1024  # body size limit of both endpoints
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")  # it goes into logs and headers
@@ -21,6 +20,7 @@ MAX_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKENS = 1024
+MAX_BAD_WORD_CHARS = 128
 MAX_SALT_CHARS = 1024
 MAX_USER_CHARS = 256
 MAX_MESSAGES = 4096  # also at most the context's number of tokens
@@ -143,7 +143,7 @@ class CompletionRequest:
     priority: int = 0  # smaller first, within a user
     peer: str = ""  # client address, for the audit log
     deadline_s: float | None = None  # remaining; None: the router's own limit
-    # Set by frontend.access.keyring, never by the client.
+    # Set by frontend.access.access, never by the client.
     key_id: str = ""  # of its API key, for logs and for fair shares of the text threads
     tenant: str = ""  # the queue is shared fairly among tenants
     salt: str = ""  # of its prefix hashes
@@ -203,7 +203,7 @@ def check(request: CompletionRequest, model: ModelCard) -> None:
         )
     _check_choices(request, model)
     _check_stops(request)
-    check_bad_words(request.bad_words)
+    _check_bad_words(request.bad_words)
     if request.allowed_token_ids == ():
         raise RequestError("allowed_token_ids: must not be empty; omit it to allow all", param="allowed_token_ids")
     _check_grammar(request)
@@ -369,3 +369,15 @@ def check_token_ids(token_ids: tuple[int, ...], model: ModelCard, *, param: str)
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < model.vocab_size:
         wrong = min(token_ids) if min(token_ids) < 0 else max(token_ids)
         raise RequestError(f"{param}: token id {wrong} is out of range [0, {model.vocab_size})", param=param)
+
+
+def _check_bad_words(words: Sequence[str]) -> None:
+    """Check the number and length of the words. Raises RequestError."""
+    if len(words) > MAX_BAD_WORDS:
+        raise RequestError(
+            f"bad_words: has {len(words)} words; at most {MAX_BAD_WORDS} are accepted", param="bad_words"
+        )
+    for word in words:
+        if not word.strip() or len(word) > MAX_BAD_WORD_CHARS:
+            text = f"bad_words: each word must have 1 to {MAX_BAD_WORD_CHARS} characters, not all of them spaces"
+            raise RequestError(text, param="bad_words")

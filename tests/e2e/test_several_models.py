@@ -15,7 +15,8 @@ from openai import AsyncOpenAI
 from core.rpc import inference_pb2 as pb
 from core.rpc import inference_pb2_grpc as rpc
 from core.types.request import Sampling
-from frontend.attached_deployments import AttachedDeployment, AttachedIdentity
+from frontend.attached_deployments import AttachedDeployment
+from frontend.served_model import RouterMembership
 from tests.e2e.conftest import Lab, exact_tree
 from tests.engine.steps import prompts
 from tests.support.identities import router
@@ -68,8 +69,8 @@ async def test_second_model_joins_serves_fails_and_leaves_while_the_first_stream
 
 
 def attached(cluster: LocalCluster) -> AttachedDeployment:
-    async def enter() -> AttachedIdentity:
-        return AttachedIdentity(identity=cluster.identity(router("router-1", deployment=cluster.spec.name)))
+    async def enter() -> RouterMembership:
+        return RouterMembership(identity=cluster.identity(router("router-1", deployment=cluster.spec.name)))
 
     return AttachedDeployment(spec=cluster.spec, credentials=cluster.credentials, enter=enter)
 

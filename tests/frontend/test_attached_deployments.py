@@ -7,6 +7,7 @@ import shutil
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,8 @@ from core.identity.deployment_secrets import DeploymentSecrets
 from core.spec.loader import parse_spec
 from core.types.errors import DeployError, ModelUnavailable, UnknownModel
 from frontend import attached_deployments as attached_module
-from frontend.attached_deployments import AttachedDeployment, AttachedDeployments, AttachedIdentity
-from frontend.served_model import ServedModel
+from frontend.attached_deployments import AttachedDeployment, AttachedDeployments
+from frontend.served_model import RouterMembership, ServedModel
 from frontend.text.models import Models
 from tests.core.model.test_config import write_no_weights
 from tests.engine.tiny_models import tiny_config
@@ -57,11 +58,11 @@ class Ray:
         tree = {"name": name, "model": {"source": str(model_dir), "served_name": served_name or name}}
         spec = parse_spec(tree | {"router": {"endpoints": "main"}, "security": {"tls": "off"}})
 
-        async def enter() -> AttachedIdentity:
+        async def enter() -> RouterMembership:
             if fails:
                 raise DeployError(f"{name}'s controller is gone")
             identity = in_clear(router(deployment=name))
-            return AttachedIdentity(identity=identity, leave=lambda: self.left.append(name))
+            return RouterMembership(identity=identity, leave=lambda: self.left.append(name))
 
         return AttachedDeployment(spec=spec, credentials=DeploymentSecrets.new(index_url=redis_url), enter=enter)
 
@@ -79,7 +80,8 @@ def checkpoint_dir(tmp_path_factory: pytest.TempPathFactory, byte_level_dir: Pat
 @asynccontextmanager
 async def following(ray: Ray, completions: MakeCompletions) -> AsyncIterator[tuple[Models, AttachedDeployments]]:
     models = Models(completions(FakeTokenService(), name="own"))
-    attached_deployments = AttachedDeployments(models, ray.find, node="127.0.0.1", has_many_tenants=lambda: False)
+    open_model = partial(ServedModel.open, node="127.0.0.1", has_many_tenants=lambda: False, tracing=None)
+    attached_deployments = AttachedDeployments(models, ray.find, open_model)
     await attached_deployments.settle()
     task = asyncio.create_task(attached_deployments.follow_forever())
     try:

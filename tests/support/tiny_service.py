@@ -9,10 +9,10 @@ from core.grammar.compiler import GrammarCompiler
 from frontend.chat.chat_template import ChatTemplate
 from frontend.chat.output_format import OutputFormat
 from frontend.chat.template_files import find_chat_template
-from frontend.text.audit_log import RequestAuditLog
 from frontend.text.completion import Completions
 from frontend.text.completion_request import MAX_CHOICES, NEUTRAL, ModelCard
 from frontend.text.tokenizer import Tokenizer
+from frontend.text.usage import RequestAuditLog
 from router.telemetry.metrics import Metrics
 from router.telemetry.tracing import Tracing
 from tests.support.fake_token_service import FakeTokenService

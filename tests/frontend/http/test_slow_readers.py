@@ -146,7 +146,7 @@ async def write_on(fake: FakeTokenService) -> None:
 async def place_comes_back(fake: FakeTokenService, access: Access) -> None:
     await becomes(lambda: fake.ended)
     await access.limits.settled()
-    async with access.limits.entered(access.identify(_KNOWN.header)):
+    async with access.limits.entered(access.identify(_KNOWN.header).key):
         pass
 
 
