@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import NoReturn
 
 from core.types.errors import ContextLengthExceeded, RequestError, UnknownModel
 from core.types.prompt_logprobs import MAX_PROMPT_NUMBERS
@@ -184,7 +185,7 @@ class CompletionRequest:
 def check(request: CompletionRequest, model: ModelCard) -> None:
     """Check everything that does not need the prompt's tokens. Raises UnknownModel, or RequestError with the field."""
     if not REQUEST_ID.fullmatch(request.id):
-        raise RequestError("request_id: must be 1 to 128 visible ASCII characters", param="request_id")
+        _reject("request_id", "must be 1 to 128 visible ASCII characters")
     if request.model not in ("", *model.names):
         raise UnknownModel(not_served(request.model, model.names), param="model")
     for name, (lowest, highest, is_lowest_allowed) in RANGES.items():
@@ -194,18 +195,15 @@ def check(request: CompletionRequest, model: ModelCard) -> None:
         if not lowest <= value <= highest or (value == lowest and not is_lowest_allowed):  # NaN fails as well
             rule = f"from {lowest} to {highest}" if is_lowest_allowed else f"above {lowest} and at most {highest}"
             called = request.called(name)
-            raise RequestError(f"{called}: must be {rule}, not {value}", param=called)
+            _reject(called, f"must be {rule}, not {value}")
     if request.max_tokens is not None and request.min_tokens > request.max_tokens:
         bound = f"{request.max_tokens_field}, {request.max_tokens}"
-        raise RequestError(
-            f"min_tokens: must not exceed {bound}, but is {request.min_tokens}",
-            param="min_tokens",
-        )
+        _reject("min_tokens", f"must not exceed {bound}, but is {request.min_tokens}")
     _check_choices(request, model)
     _check_stops(request)
     _check_bad_words(request.bad_words)
     if request.allowed_token_ids == ():
-        raise RequestError("allowed_token_ids: must not be empty; omit it to allow all", param="allowed_token_ids")
+        _reject("allowed_token_ids", "must not be empty; omit it to allow all")
     _check_grammar(request)
     if isinstance(request.prompt, Chat):
         _check_chat(request.prompt, model)
@@ -224,9 +222,7 @@ def not_served(name: str, models: Sequence[str]) -> str:
 def check_total(num_tokens: int, model: ModelCard, *, param: str = "max_tokens") -> None:
     """Check the answer tokens of all choices of a call. Raises RequestError."""
     if num_tokens > model.max_answer_tokens:
-        raise RequestError(
-            f"{param}: times n and prompts is {num_tokens}; at most {model.max_answer_tokens} are accepted", param=param
-        )
+        _reject(param, f"times n and prompts is {num_tokens}; at most {model.max_answer_tokens} are accepted")
 
 
 def num_prompt_numbers(request: CompletionRequest, num_tokens: int) -> int:
@@ -237,10 +233,10 @@ def num_prompt_numbers(request: CompletionRequest, num_tokens: int) -> int:
 def check_prompt_numbers(number: int, *, param: str) -> None:
     """Check the number of prompt log-probabilities over all choices. Raises RequestError."""
     if number > MAX_PROMPT_NUMBERS:
-        raise RequestError(
-            f"{param}: {number} log-probabilities requested (prompt tokens times {param} + 1, times n and prompts); "
+        _reject(
+            param,
+            f"{number} log-probabilities requested (prompt tokens times {param} + 1, times n and prompts); "
             f"at most {MAX_PROMPT_NUMBERS} are returned",
-            param=param,
         )
 
 
@@ -253,7 +249,7 @@ def truncated(prompt_ids: tuple[int, ...], request: CompletionRequest, model: Mo
         num_answer = request.reserved_tokens or min(request.max_tokens or 1, model.max_model_len // 2)
         num = max(1, model.max_model_len - max(num_answer, request.min_tokens))
     if num == 0:
-        raise RequestError("truncate_prompt_tokens: must be -1 or at least 1", param="truncate_prompt_tokens")
+        _reject("truncate_prompt_tokens", "must be -1 or at least 1")
     return prompt_ids[-num:]
 
 
@@ -271,7 +267,7 @@ def sampling_of(
     bad_words: token sequences of the request's bad_words.
     """
     if num_prompt_tokens == 0:
-        raise RequestError(f"{request.prompt_field}: must not be empty", param=request.prompt_field)
+        _reject(request.prompt_field, "must not be empty")
     room, reserved = model.max_model_len - num_prompt_tokens, request.reserved_tokens
     if room < max(1, request.min_tokens, reserved):
         answer_part = f" and {reserved} for the answer" if reserved else ""
@@ -283,8 +279,7 @@ def sampling_of(
         )
     ends = frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else eos_token_ids)
     if request.grammar and not ends:
-        text = f"{request.grammar_field}: not supported; this model has no end-of-sequence token to end the answer"
-        raise RequestError(text, param=request.grammar_field)
+        _reject(request.grammar_field, "not supported; this model has no end-of-sequence token to end the answer")
     seed = random_seed() if request.seed is None else request.seed & _SEED_BITS
     own = {name: value for name in NEUTRAL if (value := getattr(request, name)) is not None}
     chosen = {**model.sampling_defaults, **own}
@@ -309,24 +304,21 @@ def sampling_of(
 def _check_choices(request: CompletionRequest, model: ModelCard) -> None:
     num, called = request.num_choices, request.choices_field
     if num < request.n:
-        raise RequestError(f"best_of: must be at least n, {request.n}, but is {num}", param="best_of")
+        _reject("best_of", f"must be at least n, {request.n}, but is {num}")
     if num > model.max_choices:
-        text = f"{called}: is {num}; a replica runs at most {model.max_choices} choices at once"
-        raise RequestError(text, param=called)
+        _reject(called, f"is {num}; a replica runs at most {model.max_choices} choices at once")
 
 
 def _check_chat(chat: Chat, model: ModelCard) -> None:
     limit = min(MAX_MESSAGES, model.max_model_len)  # each message has at least one token
     if len(chat.messages) > limit:
-        text = f"messages: has {len(chat.messages)} messages; at most {limit} are accepted"
-        raise RequestError(text, param="messages")
+        _reject("messages", f"has {len(chat.messages)} messages; at most {limit} are accepted")
     if chat.num_calls > MAX_ALL_CALLS:
-        text = f"messages: has {chat.num_calls} tool calls; at most {MAX_ALL_CALLS} are accepted"
-        raise RequestError(text, param="messages")
+        _reject("messages", f"has {chat.num_calls} tool calls; at most {MAX_ALL_CALLS} are accepted")
     for number, message in enumerate(chat.messages):
         if len(message.get("role", "")) > MAX_ROLE_CHARS:
             param = f"messages[{number}].role"
-            raise RequestError(f"{param}: at most {MAX_ROLE_CHARS} characters are accepted", param=param)
+            _reject(param, f"at most {MAX_ROLE_CHARS} characters are accepted")
 
 
 def _check_grammar(request: CompletionRequest) -> None:
@@ -335,8 +327,7 @@ def _check_grammar(request: CompletionRequest) -> None:
         return
     for name, value in (("ignore_eos", request.ignore_eos), ("min_tokens", request.min_tokens)):
         if value:
-            text = f"{name}: cannot be combined with {request.grammar_field}, which decides where the answer ends"
-            raise RequestError(text, param=name)
+            _reject(name, f"cannot be combined with {request.grammar_field}, which decides where the answer ends")
 
 
 def _token_rules(
@@ -354,30 +345,29 @@ def _token_rules(
 
 def _check_stops(request: CompletionRequest) -> None:
     if len(request.stop) > MAX_STOPS:
-        raise RequestError(f"stop: has {len(request.stop)} strings; at most {MAX_STOPS} are accepted", param="stop")
+        _reject("stop", f"has {len(request.stop)} strings; at most {MAX_STOPS} are accepted")
     for stop in request.stop:
         if not 0 < len(stop) <= MAX_STOP_CHARS:
-            raise RequestError(
-                f"stop: a stop string must have 1 to {MAX_STOP_CHARS} characters, not {len(stop)}", param="stop"
-            )
+            _reject("stop", f"a stop string must have 1 to {MAX_STOP_CHARS} characters, not {len(stop)}")
     if len(request.stop_token_ids) > MAX_STOP_TOKENS:
-        raise RequestError(f"stop_token_ids: at most {MAX_STOP_TOKENS} are accepted", param="stop_token_ids")
+        _reject("stop_token_ids", f"at most {MAX_STOP_TOKENS} are accepted")
 
 
 def check_token_ids(token_ids: tuple[int, ...], model: ModelCard, *, param: str) -> None:
     """Check that the ids are in the vocabulary. Raises RequestError."""
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < model.vocab_size:
         wrong = min(token_ids) if min(token_ids) < 0 else max(token_ids)
-        raise RequestError(f"{param}: token id {wrong} is out of range [0, {model.vocab_size})", param=param)
+        _reject(param, f"token id {wrong} is out of range [0, {model.vocab_size})")
 
 
 def _check_bad_words(words: Sequence[str]) -> None:
     """Check the number and length of the words. Raises RequestError."""
     if len(words) > MAX_BAD_WORDS:
-        raise RequestError(
-            f"bad_words: has {len(words)} words; at most {MAX_BAD_WORDS} are accepted", param="bad_words"
-        )
+        _reject("bad_words", f"has {len(words)} words; at most {MAX_BAD_WORDS} are accepted")
     for word in words:
         if not word.strip() or len(word) > MAX_BAD_WORD_CHARS:
-            text = f"bad_words: each word must have 1 to {MAX_BAD_WORD_CHARS} characters, not all of them spaces"
-            raise RequestError(text, param="bad_words")
+            _reject("bad_words", f"each word must have 1 to {MAX_BAD_WORD_CHARS} characters, not all of them spaces")
+
+
+def _reject(param: str, problem: str) -> NoReturn:
+    raise RequestError(f"{param}: {problem}", param=param)
