@@ -1,6 +1,6 @@
-"""Transformations of JSON schemas: removal of unenforceable parts, and relocation within a document.
+"""Parts of grammars: JSON schemas, without unenforceable parts or in another place of a document; and special tokens.
 
-All functions raise RecursionError for a schema nested some 300 levels deep.
+All functions of schemas raise RecursionError for one nested some 300 levels deep.
 """
 
 from __future__ import annotations
@@ -92,19 +92,14 @@ def without_look_around(pattern: str) -> str | None:
 def _can_be_enforced(key: str, value: Any, document: Any) -> bool:
     match key, value:
         case "$ref", str():
-            return _resolves(value, document)
+            try:
+                target(document, value)
+            except LookupError:
+                return False
         case "type", str():
             return value in _TYPES
         case "type", list():
             return all(isinstance(one, str) and one in _TYPES for one in value)
-    return True
-
-
-def _resolves(reference: str, document: Any) -> bool:
-    try:
-        target(document, reference)
-    except LookupError:
-        return False
     return True
 
 
@@ -119,8 +114,8 @@ def moved(schema: Any, place: str) -> Any:
 
 
 class SpecialTokens:
-    """Special tokens of one model. Generated expressions accept either the token or its spelled-out text, as the
-    parsers do."""
+    """Special tokens of one model, which text in a grammar never matches. Generated expressions accept either the token
+    or its spelled-out text, as the parsers do."""
 
     def __init__(self, ids: Mapping[str, int] | None = None) -> None:
         """ids: token ids by text."""
@@ -129,7 +124,8 @@ class SpecialTokens:
     def literal(self, text: str) -> str:
         """Return a Lark expression for exactly this text; empty for an empty text."""
         pieces = self._pattern.split(text) if self._ids else [text]
-        return " ".join(self._piece(piece) for piece in pieces if piece)
+        spelt = ((piece, in_quotes(piece)) for piece in pieces if piece)
+        return " ".join(f"({text} | <[{self._ids[piece]}]>)" if piece in self._ids else text for piece, text in spelt)
 
     def one_of(self, texts: Iterable[str]) -> str:
         expressions = [self.literal(text) for text in texts]
@@ -144,7 +140,3 @@ class SpecialTokens:
     def _pattern(self) -> re.Pattern[str]:
         longest_first = sorted(self._ids, key=len, reverse=True)
         return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
-
-    def _piece(self, text: str) -> str:
-        spelt = in_quotes(text)
-        return f"({spelt} | <[{self._ids[text]}]>)" if text in self._ids else spelt

@@ -8,7 +8,7 @@ lazy, so the first trigger and the first end count.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, NoReturn
 
@@ -169,33 +169,25 @@ class _Writer:
             self.fail(f"{path}.triggers", f"has {idle[:64]!r}, with which no tag begins")
         if form["at_least_one"] and form["stop_after_first"]:
             return f"({' | '.join(first)}) {self._end(ends)}"
-        tags = " | ".join([*self._spelt(behind), *self._named(named)])
+        before = [self._rule(f"{_ANYTHING} {in_quotes(trigger)}", mark="[lazy]") for trigger in behind]
+        spelt = [f"{text} ({' | '.join(tags)})" for text, tags in zip(before, behind.values(), strict=True)]
+        tags = " | ".join(
+            [*spelt, *(f"{self._anything} {token} ({' | '.join(tags)})" for token, tags in named.items())]
+        )
         if form["stop_after_first"]:
             return f"(({tags}) {self._end(ends)} | {self._text(ends)})"
         return f"{'(' + ' | '.join(first) + ')' if form['at_least_one'] else ''} ({tags})* {self._text(ends)}"
-
-    def _spelt(self, behind: Mapping[str, Sequence[str]]) -> Iterator[str]:
-        for trigger, tags in behind.items():
-            text = self._rule(f"{_ANYTHING} {in_quotes(trigger)}", mark="[lazy]")
-            yield f"{text} ({' | '.join(tags)})"
-
-    def _named(self, behind: Mapping[str, Sequence[str]]) -> Iterator[str]:
-        for token, tags in behind.items():
-            yield f"{self._anything} {token} ({' | '.join(tags)})"
 
     def _text(self, ends: tuple[str, ...]) -> str:
         """Return free text up to and including the first of `ends`."""
         if not ends:
             return self._anything
         if ends not in self._texts:
-            self._texts[ends] = self._text_before(ends)
+            spelt = self._rule(f"{_ANYTHING} {SpecialTokens().one_of(ends)}", mark="[lazy]")
+            tokens = [token for end in ends if (token := self._special.begun(end))]
+            named = [f"{self._anything} {token} {self._literal(rest)}" for token, rest in tokens]
+            self._texts[ends] = self._rule(" | ".join([spelt, *named]))
         return self._texts[ends]
-
-    def _text_before(self, ends: tuple[str, ...]) -> str:
-        spelt = self._rule(f"{_ANYTHING} {SpecialTokens().one_of(ends)}", mark="[lazy]")
-        tokens = [token for end in ends if (token := self._special.begun(end))]
-        named = [f"{self._anything} {token} {self._literal(rest)}" for token, rest in tokens]
-        return self._rule(" | ".join([spelt, *named]))
 
     def _end(self, ends: tuple[str, ...]) -> str:
         """Return an expression of one of `ends`."""

@@ -24,8 +24,7 @@ from frontend.chat.chat import Chat
 from frontend.chat.chat_template import ChatTemplate
 from frontend.chat.output_format import OutputFormat
 from frontend.chat.thinking import thinking_budget
-from frontend.structured_output.constrained_answer import bound_answer, without_look_around
-from frontend.structured_output.grammar_check import GrammarCheck
+from frontend.structured_output.constrained_answer import GrammarCheck, bound_answer, without_look_around
 from frontend.structured_output.json_schema import SpecialTokens
 from frontend.text.answer_events import AnswerEvents, TokenClock, UnreadLimit, best_of
 from frontend.text.answer_reader import AnswerReader
