@@ -144,14 +144,13 @@ class _Room:
             oldest.end(oldest.began_at + self._spared_s)
 
 
+@dataclass(frozen=True)
 class _Messages:
     """Messages of one call, mostly one. Each has a time limit and takes a place in each room while it is received."""
 
-    def __init__(self, within_s: float, rooms: Sequence[_Room], decode: Callable[[bytes], Any]) -> None:
-        """rooms: entered in order. decode: raises DecodeError."""
-        self._within_s = within_s
-        self._rooms = rooms
-        self._decode = decode
+    within_s: float
+    rooms: Sequence[_Room]  # entered in order
+    decode: Callable[[bytes], Any]  # raises DecodeError
 
     async def one(self, requests: Any, context: _Context) -> Any:
         """Return the call's message. Aborts the call if there is none."""
@@ -166,12 +165,12 @@ class _Messages:
     async def _next(self, requests: Any, context: _Context) -> Any:
         """Return the next message, or None at the end. Aborts the call if it is invalid, or not here in time."""
         try:
-            async with asyncio.timeout(self._within_s) as scope, AsyncExitStack() as stack:
+            async with asyncio.timeout(self.within_s) as scope, AsyncExitStack() as stack:
                 reading = _Reading(scope, 0.0)
-                for room in self._rooms:
+                for room in self.rooms:
                     await stack.enter_async_context(room.taken(reading))
                 received = await anext(aiter(requests), None)
-            return received if received is None else self._decode(received)
+            return received if received is None else self.decode(received)
         except DecodeError as error:  # gRPC itself would report UNKNOWN
             await _abort(context, RequestError(f"the request message is not valid protobuf of its type: {error}"))
         except TimeoutError:

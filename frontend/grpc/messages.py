@@ -38,6 +38,13 @@ from frontend.text.tokenizer import Tokenizer
 # Cached messages of one token, some 9 MB at most. Most output uses a few thousand distinct tokens.
 _MAX_CACHED, _MAX_CACHED_CHARS = 8192, 64
 _SAMPLING = pb.SamplingParams.DESCRIPTOR.fields_by_name
+_MAX_REPEATED = {
+    "stop": MAX_STOPS,
+    "stop_token_ids": MAX_STOP_TOKENS,
+    "logit_bias": MAX_LOGIT_BIAS,
+    "allowed_token_ids": MAX_ALLOWED_TOKENS,
+    "bad_words": MAX_BAD_WORDS,
+}
 _OF_CHAT = ("messages", "tools", "tool_choice", "template_variables", "reasoning_effort", "continue_final_message")
 _RENAMED = {"user": "tenant", "tokens": "token_ids", **{name: f"chat.{name}" for name in _OF_CHAT}}
 
@@ -48,11 +55,13 @@ def request_of(
     """Convert a request. Raises RequestError if there is no input, or too much of it. Other checks are common to both
     endpoints and happen later."""
     _check_counts(message, max_context)
-    fields: dict[str, Any] = {name: getattr(message.sampling, name) for name in _SAMPLING if _is_set(message, name)}
+    sampling = message.sampling
+    is_set = [name for name, field in _SAMPLING.items() if field.has_presence and sampling.HasField(name)]
+    fields: dict[str, Any] = {name: getattr(sampling, name) for name in is_set}
     for name in ("stop", "stop_token_ids", "bad_words"):
-        fields[name] = tuple(getattr(message.sampling, name))
-    fields["logit_bias"] = tuple(sorted(message.sampling.logit_bias.items()))
-    fields["allowed_token_ids"] = tuple(message.sampling.allowed_token_ids) or None
+        fields[name] = tuple(getattr(sampling, name))
+    fields["logit_bias"] = tuple(sorted(sampling.logit_bias.items()))
+    fields["allowed_token_ids"] = tuple(sampling.allowed_token_ids) or None
     prompt = _prompt_of(message)
     return CompletionRequest(
         id=message.request_id or uuid.uuid4().hex,
@@ -97,22 +106,25 @@ def response_of(event: Event, *, request_id: str, tokenizer: Tokenizer) -> pb.Ge
             finished = pb.Finished(choice=event.choice, finish_reason=event.word, stop=event.stop)
             return pb.GenerateResponse(finished=finished)
         case Summary():
+            route = asdict(event.route)
+            del route["cached_tokens"], route["drafts"]  # part of the usage
+            trace = pb.Trace(ttft_ms=event.ttft_s * 1e3, itl_ms=event.itl_s * 1e3, **route)
             usage = pb.Usage(**asdict(event.usage))
-            return pb.GenerateResponse(summary=pb.Summary(request_id=request_id, usage=usage, trace=_trace(event)))
+            return pb.GenerateResponse(summary=pb.Summary(request_id=request_id, usage=usage, trace=trace))
 
 
-class ResponseBytes:
-    """Serializer of responses with a cache: most carry the text of one token and nothing else, and tokens repeat."""
+@lru_cache(maxsize=_MAX_CACHED)
+def _plain_delta(choice: int, token_id: int, text: str) -> bytes:
+    return pb.GenerateResponse(delta=pb.Delta(choice=choice, text=text, token_ids=[token_id])).SerializeToString()
 
-    def __init__(self) -> None:
-        self._of_plain = lru_cache(maxsize=_MAX_CACHED)(_plain_delta)
 
-    def of(self, event: Event, *, request_id: str, tokenizer: Tokenizer) -> bytes:
-        if isinstance(event, Delta) and len(event.tokens) == 1 and len(event.text) <= _MAX_CACHED_CHARS:
-            [token] = event.tokens
-            if token.logprob is None and not event.thinking and not event.calls:
-                return self._of_plain(event.choice, token.token_id, event.text)
-        return response_of(event, request_id=request_id, tokenizer=tokenizer).SerializeToString()
+def response_bytes(event: Event, *, request_id: str, tokenizer: Tokenizer) -> bytes:
+    """Serialize a response. Most carry the text of one token and nothing else, and tokens repeat: these are cached."""
+    if isinstance(event, Delta) and len(event.tokens) == 1 and len(event.text) <= _MAX_CACHED_CHARS:
+        [token] = event.tokens
+        if token.logprob is None and not event.thinking and not event.calls:
+            return _plain_delta(event.choice, token.token_id, event.text)
+    return response_of(event, request_id=request_id, tokenizer=tokenizer).SerializeToString()
 
 
 def prompt_logprobs_of(
@@ -145,11 +157,8 @@ def field_of(param: str) -> str:
 def _check_counts(message: pb.GenerateRequest, max_context: int) -> None:
     """Check the lengths of repeated fields before their elements are converted."""
     _check_chat(message.chat)
-    _check_count("stop", len(message.sampling.stop), MAX_STOPS)
-    _check_count("stop_token_ids", len(message.sampling.stop_token_ids), MAX_STOP_TOKENS)
-    _check_count("logit_bias", len(message.sampling.logit_bias), MAX_LOGIT_BIAS)
-    _check_count("allowed_token_ids", len(message.sampling.allowed_token_ids), MAX_ALLOWED_TOKENS)
-    _check_count("bad_words", len(message.sampling.bad_words), MAX_BAD_WORDS)
+    for name, limit in _MAX_REPEATED.items():
+        _check_count(name, len(getattr(message.sampling, name)), limit)
     _check_context("token_ids", len(message.token_ids.ids), max_context)
 
 
@@ -165,10 +174,9 @@ def _check_chat(chat: pb.Chat) -> None:
     _check_count("tools", sum(len(tool.parameters) for tool in chat.tools), MAX_TOOLS_CHARS, of="characters in all")
 
 
-def _check_context(param: str, number: int, max_context: int) -> None:
-    if number > max_context:
-        text = f"this model's context holds {max_context} tokens; the request has {number}"
-        raise ContextLengthExceeded(text, param=param)
+def _check_context(param: str, number: int, limit: int) -> None:
+    if number > limit:
+        raise ContextLengthExceeded(f"this model's context holds {limit} tokens; the request has {number}", param=param)
 
 
 def _check_count(param: str, number: int, limit: int, *, of: str = "") -> None:
@@ -176,15 +184,10 @@ def _check_count(param: str, number: int, limit: int, *, of: str = "") -> None:
         raise RequestError(f"{param}: has {number}; at most {limit}{' ' + of if of else ''} are accepted", param=param)
 
 
-def _is_set(message: pb.GenerateRequest, name: str) -> bool:
-    return _SAMPLING[name].has_presence and message.sampling.HasField(name)
-
-
 def _grammar_of(message: pb.GenerateRequest, prompt: str | Chat | tuple[int, ...]) -> dict[str, Any]:
     if isinstance(prompt, Chat) and (forced := forced_grammar_of(message.chat, prompt)) is not None:
         if message.HasField("grammar"):
-            text = "tool_choice: a required call cannot be combined with grammar"
-            raise RequestError(text, param="tool_choice")
+            raise RequestError("tool_choice: a required call cannot be combined with grammar", param="tool_choice")
         return {"grammar": forced, "grammar_field": "tools"}
     if not message.HasField("grammar"):
         return {}
@@ -215,11 +218,6 @@ def _prompt_of(message: pb.GenerateRequest) -> str | Chat | tuple[int, ...]:
             raise RequestError("set one of prompt, chat and token_ids", param="prompt")
 
 
-def _plain_delta(choice: int, token_id: int, text: str) -> bytes:
-    delta = pb.Delta(choice=choice, text=text, token_ids=[token_id])
-    return pb.GenerateResponse(delta=delta).SerializeToString()
-
-
 def _fill(message: pb.Delta, delta: Delta, tokenizer: Tokenizer) -> None:
     """Fill a delta in place, without empty fields, because there is one per token."""
     if delta.choice:
@@ -241,12 +239,6 @@ def _fill(message: pb.Delta, delta: Delta, tokenizer: Tokenizer) -> None:
                 for token_id, logprob in token.logprob.top
             ],
         )
-
-
-def _trace(summary: Summary) -> pb.Trace:
-    route = asdict(summary.route)
-    del route["cached_tokens"], route["drafts"]  # part of the usage
-    return pb.Trace(ttft_ms=summary.ttft_s * 1e3, itl_ms=summary.itl_s * 1e3, **route)
 
 
 def status_of(error: Exception) -> Status:

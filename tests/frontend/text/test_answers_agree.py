@@ -16,7 +16,7 @@ from core.types.request import FinishReason, Grammar, GrammarKind, SampledToken
 from frontend.anthropic.content import StreamedContent, WholeContent
 from frontend.chat.chat import Chat
 from frontend.chat.output_format import OutputFormat
-from frontend.grpc.messages import ResponseBytes
+from frontend.grpc.messages import response_bytes
 from frontend.http.event_stream import to_json
 from frontend.openai.forms import ChatForm, WholeChoice
 from frontend.parsers.formats import CALL_FORMATS
@@ -155,9 +155,9 @@ def _openai_stream(events: Sequence[Delta | Finished], tokenizer: Tokenizer) -> 
 
 
 def _grpc_stream(events: Sequence[Delta | Finished], tokenizer: Tokenizer) -> Said:
-    kept, thinking, text, calls = ResponseBytes(), "", "", dict[int, tuple[str, str]]()
+    thinking, text, calls = "", "", dict[int, tuple[str, str]]()
     for event in events:
-        delta = pb.GenerateResponse.FromString(kept.of(event, request_id="r", tokenizer=tokenizer)).delta
+        delta = pb.GenerateResponse.FromString(response_bytes(event, request_id="r", tokenizer=tokenizer)).delta
         thinking += delta.reasoning
         text += delta.text
         for call in delta.tool_calls:
