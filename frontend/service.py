@@ -26,8 +26,7 @@ from frontend.access.access import Access
 from frontend.attached_deployments import AttachedDeployments, FindAttached
 from frontend.grpc.api import GrpcApi, open_grpc_api
 from frontend.http.app import create_app
-from frontend.http.connections import HTTP_ENDPOINT, Certificates
-from frontend.http.http_listener import HttpListener
+from frontend.http.connections import HTTP_ENDPOINT, Certificates, HttpListener
 from frontend.responses.store import StoreBounds
 from frontend.responses.stored import StoredResponses
 from frontend.served_model import RouterMembership, ServedModel, counting_supervisor

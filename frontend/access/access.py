@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, replace
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from core.identity.deployment_secrets import DeploymentSecrets, Purpose
-from core.identity.signing import keyed_hash
+from core.identity.deployment_secrets import DeploymentSecrets, Purpose, keyed_hash
 from core.index.key_channel import KeyReader
 from core.index.redis_client import RedisReach, connect_redis
 from core.process.supervisor import Supervisor

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from time import monotonic
 from types import TracebackType
 from typing import TypeVar
@@ -23,29 +23,22 @@ _ACCOUNT_S = 1.0  # maximum wait for the route summary after the last token
 _CHECKS = 4  # checks per limit
 
 
+@dataclass(eq=False)
 class AnswerEvents:
     """Iterator over batches of events, for one task. Not a generator: one more generator, or one more event loop step,
     per token would cost as much as the token's text (docs/benchmarks/router.md)."""
 
-    def __init__(
-        self,
-        generation: Generation,
-        choices: Sequence[ChoiceText],
-        *,
-        clock: TokenClock,
-        unread: UnreadLimit,
-        summary: Callable[[], Summary],
-        request_id: str,
-    ) -> None:
-        self._generation = generation
-        self._tokens = aiter(generation)
-        self._choices = choices
-        self._num_open = len(choices)
-        self._clock = clock
-        self._unread = unread
-        self._summary = summary
+    generation: Generation
+    choices: Sequence[ChoiceText]
+    clock: TokenClock
+    unread: UnreadLimit
+    summary: Callable[[], Summary]
+    request_id: str
+
+    def __post_init__(self) -> None:
+        self._tokens = aiter(self.generation)
+        self._num_open = len(self.choices)
         self._is_summed = False
-        self._request_id = request_id
         self._unneeded: list[int] = []  # choices ended by a stop string, not yet stopped on the workers
 
     def __aiter__(self) -> AnswerEvents:
@@ -56,29 +49,29 @@ class AnswerEvents:
 
         Raises ClusterError.
         """
-        self._unread.consumed()
+        self.unread.consumed()
         events: list[Event] = []
         while not events:
             while self._unneeded:
-                await self._generation.stop(self._unneeded.pop())
+                await self.generation.stop(self._unneeded.pop())
             if not self._num_open:
                 events = [await self._end()]
                 break
             try:
                 arrived = await anext(self._tokens)
             except StopAsyncIteration:
-                raise ReplicaLost(f"request {self._request_id}: the token stream ended before the answer did") from None
+                raise ReplicaLost(f"request {self.request_id}: the token stream ended before the answer did") from None
             for number, tokens in arrived.items():
                 events += self._events_of(number, tokens)
-        self._unread.given()
+        self.unread.given()
         return events
 
     def _events_of(self, number: int, tokens: Sequence[SampledToken]) -> list[Event]:
-        choice = self._choices[number]
+        choice = self.choices[number]
         if choice.finished is not None:
             return []  # tokens in flight when the choice was stopped
         delta = choice.add(tokens)
-        self._clock.tick(number, len(delta.tokens))
+        self.clock.tick(number, len(delta.tokens))
         if choice.finished is None:
             return [delta]
         self._num_open -= 1
@@ -94,7 +87,7 @@ class AnswerEvents:
             async with asyncio.timeout(_ACCOUNT_S):
                 async for _ in self._tokens:
                     pass
-        return self._summary()
+        return self.summary()
 
 
 class TokenClock:

@@ -130,9 +130,8 @@ class Completions:
     async def _bound(self, request: CompletionRequest, grammar: Grammar, prompt: str) -> Grammar | None:
         making = partial(bound_answer, request, self.prompts.output_format, prompt)
         num_other_chars = num_chars(request.prompt) if isinstance(request.prompt, Chat) else 0  # includes the tools
-        if len(grammar.text) + num_other_chars < _LARGE:
-            return making()
-        return await self.threads.run(request.key_id, making)
+        is_large = len(grammar.text) + num_other_chars >= _LARGE
+        return await self.threads.run(request.key_id, making) if is_large else making()
 
     def close(self) -> None:
         self.threads.close()
@@ -171,16 +170,10 @@ class Completion:
         self.n = request.n  # choices answered
         self.num_choices = request.num_choices  # choices run
         self.max_unread_s = service.max_unread_s
-        self._account = Account(
-            request,
-            model=service.model.id,
-            clock=self.clock,
-            metrics=service.metrics,
-            audit_log=service.audit_log,
-            # Offline requests do not count as traffic: no client waits for them.
-            traffic=None if request.priority >= OFFLINE else service.traffic,
-            trace=self.trace,
-        )
+        # Offline requests do not count as traffic: no client waits for them.
+        traffic = None if request.priority >= OFFLINE else service.traffic
+        name, metrics, audit_log = service.model.id, service.metrics, service.audit_log
+        self._account = Account(request, name, self.clock, metrics, audit_log, traffic, self.trace)
         self._unread = UnreadLimit(service.max_unread_s, request_id=request.id)
         shown = service.prompts.shown_ids
         self._choices = [
@@ -199,8 +192,7 @@ class Completion:
 
     @asynccontextmanager
     async def run(
-        self,
-        turn: AbstractAsyncContextManager[None] | None = None,
+        self, turn: AbstractAsyncContextManager[None] | None = None
     ) -> AsyncIterator[AsyncIterator[list[Event]]]:
         """Run it, once. Leaving the block ends it on all replicas.
 
@@ -218,18 +210,10 @@ class Completion:
             ):
                 self._route, self._generation = generation.route, generation
                 self._account.started(generation.life)
-                events = AnswerEvents(
-                    generation,
-                    self._choices,
-                    clock=self.clock,
-                    unread=self._unread,
-                    summary=self._summary,
-                    request_id=self.request.id,
-                )
-                has_logprobs = self.request.logprobs is not None
-                yield (
-                    best_of(events, num_best=self.n, shows_logprobs=has_logprobs) if self.request.is_ranked else events
-                )
+                request, choices = self.request, self._choices
+                events = AnswerEvents(generation, choices, self.clock, self._unread, self._summary, request.id)
+                has_logprobs = request.logprobs is not None
+                yield best_of(events, num_best=self.n, shows_logprobs=has_logprobs) if request.is_ranked else events
         except RequestError as error:
             self._over(error)
             raise self.request.in_client_terms(error) from None
@@ -279,10 +263,6 @@ class Completion:
     def used_tokens(self) -> int:
         """Tokens it has used; 0 if no replica was assigned."""
         return self._usage.prompt_tokens + self._usage.completion_tokens if self._route.attempts else 0
-
-    @property
-    def _is_finished(self) -> bool:
-        return all(choice.finished is not None for choice in self._choices)
 
     @property
     def _usage(self) -> TokenUsage:
@@ -335,7 +315,8 @@ class Completion:
 
     def _over(self, error: BaseException | None) -> None:
         """Record the outcome."""
-        outcome = "completed" if self._is_finished else "cancelled"
+        is_finished = all(choice.finished is not None for choice in self._choices)
+        outcome = "completed" if is_finished else "cancelled"
         if self._unread.is_passed:  # checked first: a closed generator leaves the block without ClientTooSlow
             outcome = outcome_of(ClientTooSlow()).code
         elif isinstance(error, Exception):

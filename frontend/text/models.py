@@ -45,10 +45,6 @@ class Models:
         for name in names:
             self._unavailable.pop(name, None)
 
-    def is_known(self, name: str) -> bool:
-        """Return whether the model is served, or should be."""
-        return name in self._served or name in self._unavailable
-
     def find(self, name: str) -> Completions:
         """Return the model, the default one for an empty name. Raises UnknownModel and ModelUnavailable."""
         if not name:

@@ -43,17 +43,16 @@ class PromptEncoder:
 
     def least_tokens(self, request: CompletionRequest) -> int:
         """Return a lower bound of the request's tokens: its size, as if every token were the longest one."""
-        least, num_kept = self._least_in(request), request.truncate_prompt_tokens
+        least, num_kept = self._least_in(request.prompt), request.truncate_prompt_tokens
         if num_kept is not None:
             least = min(least, num_kept if num_kept > 0 else self.model.max_model_len)
         return least + request.num_choices
 
-    def _least_in(self, request: CompletionRequest) -> int:
+    def _least_in(self, prompt: str | Chat | tuple[int, ...]) -> int:
         """Return a lower bound of the tokens of the untruncated prompt."""
-        prompt = request.prompt
-        if isinstance(prompt, tuple):
-            return len(prompt)
-        return max(1, -(-num_chars(prompt) // self.tokenizer.longest_token))
+        return (
+            len(prompt) if isinstance(prompt, tuple) else max(1, -(-num_chars(prompt) // self.tokenizer.longest_token))
+        )
 
     async def tokenize(self, request: CompletionRequest) -> tuple[int, ...]:
         """Return the tokens of its prompt, subject to the usual limits. Raises RequestError and other ClusterErrors."""
@@ -82,11 +81,12 @@ class PromptEncoder:
         prompt = request.prompt
         if isinstance(prompt, tuple):
             return prompt
-        if isinstance(prompt, Chat) and self._has_unread_calls(prompt):
-            text = "tools: turned off for this model; the operator can set model.tool_parser to auto"
-            raise RequestError(text, param="tools")
+        if isinstance(prompt, Chat) and prompt.tools and prompt.forced is None:
+            if self.chat_template.knows_tools and not self.output_format.calls:
+                text = "tools: turned off for this model; the operator can set model.tool_parser to auto"
+                raise RequestError(text, param="tools")
         # A prompt that would not fit even if every token were the longest one is rejected without tokenizing.
-        if self._least_in(request) > self.model.max_model_len:
+        if self._least_in(prompt) > self.model.max_model_len:
             raise ContextLengthExceeded(
                 f"this model's context holds {self.model.max_model_len} tokens; the prompt of {num_chars(prompt)} "
                 "characters exceeds it",
@@ -106,11 +106,6 @@ class PromptEncoder:
         if sum(map(len, words)) > _LONG_TEXT:
             return await self.threads.run(request.key_id, self._bad_words_as_tokens, words)
         return self._bad_words_as_tokens(words)
-
-    def _has_unread_calls(self, chat: Chat) -> bool:
-        return (
-            bool(chat.tools) and self.chat_template.knows_tools and not self.output_format.calls and chat.forced is None
-        )
 
     def unheeded(self, chat: Chat, prompt_ids: tuple[int, ...]) -> list[str]:
         """Return the client's fields about thinking that have no effect with this model."""

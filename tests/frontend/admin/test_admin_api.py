@@ -18,8 +18,7 @@ from core.index.membership import Member
 from core.process.ports import free_ports
 from core.types.errors import DeployError
 from frontend.access.access import Access
-from frontend.admin.admin_server import create_admin_app, open_admin_listener
-from frontend.admin.ui_page import UiPage
+from frontend.admin.admin_server import UiPage, create_admin_app, open_admin_listener
 from frontend.http.app import create_app
 from tests.support.fake_token_service import FakeTokenService
 from tests.support.http_server import serve_http

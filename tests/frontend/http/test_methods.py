@@ -13,8 +13,7 @@ from fastapi.routing import APIRoute
 
 from core.spec.schema import RouterSpec
 from frontend.access.access import Access
-from frontend.admin.admin_server import create_admin_app
-from frontend.admin.ui_page import UiPage
+from frontend.admin.admin_server import UiPage, create_admin_app
 from frontend.http.app import create_app
 from tests.support.fake_token_service import FakeTokenService
 from tests.support.http_server import serve_http
