@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,7 +17,6 @@ from core.identity.credentials import Identity
 from core.identity.deployment_secrets import DeploymentSecrets, Purpose
 from core.process.supervisor import Supervisor
 from core.spec.schema import Spec
-from core.trace.traffic import TrafficAnswer, TrafficReport
 from core.types.api_key import KeyRegistry
 from core.types.network import format_address, is_loopback
 from core.types.revisions import RevisionTable
@@ -149,15 +147,6 @@ class RouterService:
         """Host and port of the admin endpoint."""
         return self.own.admin_address
 
-    def health(self) -> dict[str, int]:
-        """Return the number of usable replicas of each role of its own deployment."""
-        return self.own.health()
-
-    @property
-    def models(self) -> Sequence[str]:
-        """Names of the served models, its own deployment's first."""
-        return self.served.names
-
     def is_live(self) -> bool:
         """Return False if background tasks keep dying, so that the process is replaced. Excludes attached deployments,
         whose tasks this router restarts itself."""
@@ -166,10 +155,6 @@ class RouterService:
     def is_ready(self) -> bool:
         """Return whether at least one model can be served, and the router is not closing."""
         return not self.is_closing and (self.own.is_ready() or self.attached_deployments.is_any_ready())
-
-    def report_traffic(self, tell: Callable[[TrafficReport], Awaitable[TrafficAnswer]]) -> None:
-        """Start traffic reports of its own deployment; see ServedModel.report_traffic."""
-        self.own.report_traffic(tell)
 
     async def close(self) -> None:
         """Report not ready for the shutdown delay, drain running requests for at most `drain_s`, and close.

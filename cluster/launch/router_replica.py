@@ -89,7 +89,7 @@ class Router:
             find_attached=attached_deployments.find,
             find_members=functools.partial(_ask, spec.name, "members"),
         )
-        service.report_traffic(functools.partial(_ask, spec.name, "note_traffic"))
+        service.own.report_traffic(functools.partial(_ask, spec.name, "note_traffic"))
         spare_the_old()
 
     async def check_health(self) -> None:

@@ -17,7 +17,6 @@ from core.types.request import ThinkingBudget
 # A mask takes about 40 us. One that repeatedly costs ten times as much delays every other row of its steps.
 _FREE_S, _S_PER_MASK = 0.5, 0.0005
 _FULL = ("too many states", "too many expressions")  # errors of a matcher whose lexer cache is full
-_NEVER = 1 << 62  # tokens
 
 
 @dataclass(eq=False, kw_only=True)
@@ -131,7 +130,9 @@ class ThinkingMask:
     """Implementation of engine.sampling.params.TokenMask for one append-only sequence, around the mask of its grammar.
     Owned by its step thread.
 
-    Its state is a function of the tokens so far, so a migrated or retried sequence continues alike.
+    Parses the thinking as frontend.parsers.thinking does on text: it starts after the token that completes the opening
+    marker and ends with the one that completes the closing marker. The state is a function of the tokens so far, so a
+    migrated or retried sequence continues alike.
     """
 
     budget: ThinkingBudget
@@ -140,7 +141,12 @@ class ThinkingMask:
     grammar: GrammarMask | None = None  # of the whole output, thinking included
 
     def __post_init__(self) -> None:
-        self._thinking = _Thinking(self.budget, self.bytes_of, finishes_characters=self.grammar is not None)
+        self._num_seen = 0  # tokens
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._held = ""  # text that may contain the start of a marker
+        self._begin: int | None = 0 if self.budget.is_open else None  # index of the first thinking token
+        self._is_over = False  # the thinking ended, or there is none
+        self._num_late = 0  # tokens beyond the budget that complete a character
 
     @property
     def failure(self) -> str:
@@ -151,8 +157,12 @@ class ThinkingMask:
         scheduled asynchronously."""
         if self.grammar is not None:
             return True
-        self._thinking.take(tokens, start)
-        return self._thinking.num_seen + num_in_flight >= self._thinking.earliest_end
+        self.take(tokens, start)
+        if self._is_over:
+            return False
+        # The earliest token at which one is forced.
+        begin = self._num_seen + 1 if self._begin is None else self._begin
+        return self._num_seen + num_in_flight >= begin + self.budget.num_tokens
 
     def allowed(self, tokens: Sequence[int], start: int) -> NDArray[np.int32]:
         forced = self._forced(tokens, start)
@@ -172,80 +182,44 @@ class ThinkingMask:
 
     def take(self, tokens: Sequence[int], start: int) -> None:
         """Consume the new tokens of tokens[start:]."""
-        self._thinking.take(tokens, start)
-
-    def fork(self) -> ThinkingMask:
-        """Return a copy. Its thinking parser starts over and reads the tokens again; at a fork there are hardly any."""
-        return replace(self, grammar=self.grammar.fork() if self.grammar else None)
-
-    def _forced(self, tokens: Sequence[int], start: int) -> int | None:
-        self._thinking.take(tokens, start)
-        return self._thinking.forced
-
-
-class _Thinking:
-    """Parser of the thinking part, equivalent to frontend.parsers.thinking on text: thinking starts after the token
-    that completes the opening marker and ends with the one that completes the closing marker."""
-
-    def __init__(self, budget: ThinkingBudget, bytes_of: Callable[[int], bytes], *, finishes_characters: bool) -> None:
-        """finishes_characters: never end within a multi-token character, which takes up to 3 more tokens. Needed with a
-        grammar, which would reject the incomplete character."""
-        self.num_seen = 0
-        self._budget = budget
-        self._bytes_of = bytes_of
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._held = ""  # text that may contain the start of a marker
-        self._begin: int | None = 0 if budget.is_open else None  # index of the first thinking token
-        self._is_over = False  # the thinking ended, or there is none
-        self._finishes_characters = finishes_characters
-        self._num_late = 0  # tokens beyond the budget that complete a character
-
-    def take(self, tokens: Sequence[int], start: int) -> None:
-        """Consume the new tokens of tokens[start:]."""
         num_tokens = len(tokens) - start
-        while self.num_seen < num_tokens and not self._is_over:
-            self._held += self._decoder.decode(self._bytes_of(tokens[start + self.num_seen]))
-            self.num_seen += 1
+        while self._num_seen < num_tokens and not self._is_over:
+            self._held += self._decoder.decode(self.bytes_of(tokens[start + self._num_seen]))
+            self._num_seen += 1
             if self._begin is None:
                 self._look_for_opening()
             if self._begin is not None:
                 self._look_for_closing(self._begin)
-                self._num_late += self._finishes_characters and self._is_cut(self._begin)
-        self.num_seen = num_tokens
+        self._num_seen = num_tokens
 
-    @property
-    def forced(self) -> int | None:
-        """Next token if it belongs to the forced end of the thinking."""
+    def fork(self) -> ThinkingMask:
+        """Return a copy. It starts over and reads the tokens again; at a fork there are hardly any."""
+        return replace(self, grammar=self.grammar.fork() if self.grammar else None)
+
+    def _forced(self, tokens: Sequence[int], start: int) -> int | None:
+        """Return the next token if it belongs to the forced end of the thinking."""
+        self.take(tokens, start)
         if self._is_over or self._begin is None:
             return None
         number = self._num_over(self._begin)
-        return self._budget.closing_ids[number] if number >= 0 else None
-
-    @property
-    def earliest_end(self) -> int:
-        """Minimum number of generated tokens at which one is forced."""
-        if self._is_over:
-            return _NEVER
-        begin = self.num_seen + 1 if self._begin is None else self._begin
-        return begin + self._budget.num_tokens
+        return self.budget.closing_ids[number] if number >= 0 else None
 
     def _look_for_opening(self) -> None:
         self._held = self._held.lstrip()
-        opening = self._budget.opening
+        opening = self.budget.opening
         if self._held.startswith(opening):
-            self._begin, self._held = self.num_seen, self._held.removeprefix(opening)
+            self._begin, self._held = self._num_seen, self._held.removeprefix(opening)
         elif not opening.startswith(self._held):
             self._is_over = True
 
     def _look_for_closing(self, begin: int) -> None:
-        closing = self._budget.closing
-        self._is_over = closing in self._held or self._num_over(begin) >= len(self._budget.closing_ids)
+        closing = self.budget.closing
+        self._is_over = closing in self._held or self._num_over(begin) >= len(self.budget.closing_ids)
         self._held = self._held[1 - len(closing) :] if len(closing) > 1 else ""
-
-    def _is_cut(self, begin: int) -> bool:
-        """Return whether the thinking would end in the middle of a character."""
-        return self._num_over(begin) == 0 and bool(self._decoder.getstate()[0])
+        # A grammar would reject the end within a multi-token character, which takes up to 3 more tokens.
+        if self.grammar and self._num_over(begin) == 0 and self._decoder.getstate()[0]:
+            self._num_late += 1
 
     def _num_over(self, begin: int) -> int:
         """Return the number of tokens beyond the budget; negative while the budget lasts."""
-        return self.num_seen - begin - self._budget.num_tokens - self._num_late
+        return self._num_seen - begin - self.budget.num_tokens - self._num_late

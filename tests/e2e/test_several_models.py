@@ -53,7 +53,7 @@ async def test_second_model_joins_serves_fails_and_leaves_while_the_first_stream
                     beside = tree_of("second", name="beside", endpoints="cluster")
                     async with lab.own(dirs["second"], is_alone=False, **beside) as second:
                         attached_deployments.append(attached(second))
-                        await becomes(lambda: service.models == ["first", "second"])
+                        await becomes(lambda: service.served.names == ["first", "second"])
                         assert [model.id async for model in client.models.list()] == ["first", "second"]
                         for model, ids in expected.items():
                             assert [await ids_of(client, model, prompt) for prompt in _ASKED] == ids
@@ -63,7 +63,7 @@ async def test_second_model_joins_serves_fails_and_leaves_while_the_first_stream
                     assert service.is_ready(), "for the other model"
                     assert await ids_of(client, "first", _ASKED[0]) == expected["first"][0]
                     attached_deployments.clear()
-                    await becomes(lambda: service.models == ["first"])
+                    await becomes(lambda: service.served.names == ["first"])
                     with pytest.raises(openai.NotFoundError, match="model 'second' is not served here; 'first' is"):
                         await ids_of(client, "second", _ASKED[0])
 
