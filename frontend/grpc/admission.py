@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
 from weakref import WeakValueDictionary
@@ -23,7 +23,7 @@ from frontend.grpc.messages import status_of
 
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
 _Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
-Entered: TypeAlias = Callable[[_Context], AbstractAsyncContextManager[None]]
+Entered: TypeAlias = Callable[[_Context], AbstractAsyncContextManager[Any]]
 
 _NOW = 0.0  # a deadline in the past, on the loop's clock
 _FREE_S = 10.0  # time limit of a message for which no key is needed
@@ -72,7 +72,7 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gRPC 
         except ClusterError as error:
             return _rejecting(error)
         rooms = [self._room_of(client.key.id), self._of_all] if client.key else [self._of_all]
-        return _streamed(handler, _Messages(self._within_s, rooms, decode), self._entered.get(call.method, _nothing))
+        return _streamed(handler, _Messages(self._within_s, rooms, decode), self._entered.get(call.method, nullcontext))
 
     def _room_of(self, key_id: str) -> _Room:
         room = self._of_keys.get(key_id) or _Room(_MAX_OF_KEY, self._max_waiting, spared_s=_SPARED * self._within_s)
@@ -179,12 +179,7 @@ class _Messages:
             await _abort(context, DeadlineExceeded("the request did not arrive in time"))
 
 
-@asynccontextmanager
-async def _nothing(context: _Context) -> AsyncIterator[None]:
-    yield
-
-
-def _streamed(handler: Any, messages: _Messages, entered: Entered = _nothing) -> Any:
+def _streamed(handler: Any, messages: _Messages, entered: Entered = nullcontext) -> Any:
     """Wrap a handler as a stream whose messages are received here. It may also write responses as serialized bytes."""
 
     def serialize(response: Any) -> bytes:

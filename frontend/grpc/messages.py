@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from functools import lru_cache
 from typing import Any
@@ -140,10 +140,7 @@ def prompt_logprobs_of(
             token=tokenizer.token_text(token_id),
             logprob=logprob,
             rank=rank,
-            top=[
-                pb.TopLogprob(token_id=other, token=tokenizer.token_text(other), logprob=value)
-                for other, value in zip(ids, values, strict=True)
-            ],
+            top=_top(zip(ids, values, strict=True), tokenizer),
         )
     return pb.GenerateResponse(prompt_logprobs=message)
 
@@ -234,11 +231,12 @@ def _fill(message: pb.Delta, delta: Delta, tokenizer: Tokenizer) -> None:
             token_id=token.token_id,
             token=tokenizer.token_text(token.token_id),
             logprob=token.logprob.logprob,
-            top=[
-                pb.TopLogprob(token_id=token_id, token=tokenizer.token_text(token_id), logprob=logprob)
-                for token_id, logprob in token.logprob.top
-            ],
+            top=_top(token.logprob.top, tokenizer),
         )
+
+
+def _top(logprobs: Iterable[tuple[int, float]], tokenizer: Tokenizer) -> list[pb.TopLogprob]:
+    return [pb.TopLogprob(token_id=id, token=tokenizer.token_text(id), logprob=logprob) for id, logprob in logprobs]
 
 
 def status_of(error: Exception) -> Status:

@@ -138,8 +138,17 @@ class BodyReader:
         return parsed
 
     def _check_values(self, body: bytes) -> None:
+        num_fields = 0
+
+        def name_of(kind: type, text: str) -> _Name:
+            nonlocal num_fields
+            num_fields += 1
+            if num_fields > _MAX_FIELDS:
+                raise RequestError(f"the body has more than {_MAX_FIELDS} fields")
+            return _Name(text)
+
         try:
-            fields = msgspec.json.decode(body, type=dict[_Name, msgspec.Raw], dec_hook=_Names().add)
+            fields = msgspec.json.decode(body, type=dict[_Name, msgspec.Raw], dec_hook=name_of)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             raise RequestError(f"the body is not valid JSON: {error}") from None
         values = dict[str, list[bytes]]()  # several of a repeated field, of which the parser takes the last
@@ -164,21 +173,6 @@ class _Name:
 
     def __init__(self, text: str) -> None:
         self.text = text
-
-
-class _Names:
-    """Field names of one body, with a limit on their number."""
-
-    def __init__(self) -> None:
-        self._num = 0
-
-    def add(self, kind: type, text: str) -> _Name:
-        """Decode one field name; msgspec's dec_hook. Raises RequestError."""
-        assert kind is _Name
-        self._num += 1
-        if self._num > _MAX_FIELDS:
-            raise RequestError(f"the body has more than {_MAX_FIELDS} fields")
-        return _Name(text)
 
 
 def _mended(body: bytes) -> bytes:

@@ -4,8 +4,8 @@ all APIs. Rejections are recorded in the audit log."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Generic, TypeAlias, TypeVar
@@ -51,18 +51,11 @@ class HttpRequestContexts:
 
     def answer(self, request: Request, endpoint: Endpoint) -> Response:
         """Return a response that runs `endpoint` while the key's reservation is held."""
-        return _ContextResponse(self._entered(request), partial(endpoint, request))
+        return _ContextResponse(self, request, endpoint)
 
     def stream(self, request: Request, events: AsyncGenerator[bytes, None], headers: Mapping[str, str]) -> Response:
         """Return a stream of events in the request's API."""
         return EventStream(events, more_headers=headers, errors=request.state.errors, keepalive_s=self.keepalive_s)
-
-    @asynccontextmanager
-    async def _entered(self, request: Request) -> AsyncIterator[RequestContext]:
-        async with AsyncExitStack() as stack:
-            with self.audited(request):
-                request_context = await stack.enter_async_context(self.limits.entered(client_of(request).key))
-            yield request_context
 
     async def read(self, kind: type[Body], request: Request, make: Callable[[Body], T]) -> T:
         """Read the body as BodyReader.read does, and record a rejection in the audit log."""
@@ -104,18 +97,18 @@ def peer_of(request: Request) -> str:
 class _ContextResponse(Response):
     """Response that is created and sent while a key's reservation is held, from before the body is read."""
 
-    def __init__(
-        self,
-        entered: AbstractAsyncContextManager[RequestContext],
-        make: Callable[[RequestContext], Awaitable[Response]],
-    ) -> None:
+    def __init__(self, request_contexts: HttpRequestContexts, request: Request, endpoint: Endpoint) -> None:
         super().__init__()
-        self._entered = entered
-        self._make = make
+        self._request_contexts = request_contexts
+        self._request = request
+        self._endpoint = endpoint
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._entered as request_context:
-            answer = await self._make(request_context)
+        async with AsyncExitStack() as stack:
+            with self._request_contexts.audited(self._request):
+                reservation = self._request_contexts.limits.entered(client_of(self._request).key)
+                request_context = await stack.enter_async_context(reservation)
+            answer = await self._endpoint(self._request, request_context)
             await answer(scope, receive, send)
 
 
