@@ -17,7 +17,7 @@ from core.identity.deployment_secrets import DeploymentSecrets
 from core.spec.schema import Spec
 from core.types.errors import ClusterError
 from frontend.served_model import RouterMembership, ServedModel, counting_supervisor
-from frontend.text.models import Models
+from frontend.text.completion import Models
 from router.telemetry.metrics import Metrics
 
 logger = logging.getLogger(__name__)

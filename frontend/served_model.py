@@ -185,7 +185,6 @@ class ServedModel:
         return bool(self.tasks.failing)
 
     def health(self) -> dict[str, int]:
-        """Number of usable replicas of each role."""
         return {role.value: self.core.replicas.num_usable(role) for role in Role}
 
     def is_ready(self) -> bool:
@@ -220,7 +219,6 @@ class ServedModel:
         self.completions.close()
 
     async def _start(self, spec: Spec, credentials: DeploymentSecrets, *, router: str, node: str) -> None:
-        """Open the admin endpoint and start the background tasks."""
         self.admin = await AdminServer.open(
             spec,
             credentials,

@@ -28,7 +28,7 @@ from frontend.http.connections import HTTP_ENDPOINT, Certificates, HttpListener
 from frontend.responses.store import StoreBounds
 from frontend.responses.stored import StoredResponses
 from frontend.served_model import RouterMembership, ServedModel, counting_supervisor
-from frontend.text.models import Models
+from frontend.text.completion import Models
 from router.serving.discovery import FindMembers
 from router.telemetry.metrics import Metrics
 from router.telemetry.tracing import Tracing
@@ -144,7 +144,6 @@ class RouterService:
 
     @property
     def admin_address(self) -> tuple[str, int]:
-        """Host and port of the admin endpoint."""
         return self.own.admin_address
 
     def is_live(self) -> bool:

@@ -43,7 +43,6 @@ class Authority:
 
     @classmethod
     def create(cls, deployment: str) -> Authority:
-        """Generate an authority with a new key."""
         key = ec.generate_private_key(ec.SECP256R1())
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"xpyd {deployment}")])
         now = _now()
@@ -63,7 +62,6 @@ class Authority:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Authority:
-        """Parse the result of to_json."""
         tree = json.loads(text)
         key = serialization.load_pem_private_key(tree["key"].encode(), password=None)
         assert isinstance(key, ec.EllipticCurvePrivateKey)

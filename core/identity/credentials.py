@@ -49,7 +49,6 @@ class Identity:
         self.tls_credentials = tls_credentials
 
     def rank(self, replica: str, rank: int) -> ProcessName:
-        """Return the name of a rank of the same deployment."""
         return ProcessName.of_rank(self.name.deployment, replica, rank)
 
 

@@ -1,4 +1,4 @@
-"""Atomic writes of files and directories that also survive a power failure.
+"""Atomic writes of files and directories that also survive a power failure; and the directories of this process's user.
 
 A rename alone is not enough: it may reach the disk before the file's content does.
 """

@@ -248,7 +248,7 @@ class RequestContext:
                 taken = await self.take_tokens(self, sum(one.most_tokens for one in completions))
         except ClusterError as error:
             for one in completions[:1]:  # one request counts once
-                one.reject(error)
+                one.service.reject(one.request, error)
             raise
         return taken.status.headers(taken.key)
 

@@ -121,7 +121,6 @@ class AdminServer:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port of the listener."""
         return self._listener.address
 
     def show_scaling(self, decisions: Sequence[Mapping[str, Any]]) -> None:

@@ -81,7 +81,6 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gRPC 
 
 
 def authorization_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> str | None:
-    """Return the call's `authorization` metadata."""
     return next((str(value) for key, value in metadata or () if key == "authorization"), None)
 
 

@@ -33,9 +33,8 @@ from frontend.grpc.messages import (
 )
 from frontend.http.connections import GRPC_ENDPOINT, Certificates, ConnectionLimits
 from frontend.openai.fields import also_ignored
-from frontend.text.completion import Completion, Completions
+from frontend.text.completion import Completion, Completions, Models
 from frontend.text.completion_request import MAX_REQUEST_BYTES, CompletionRequest
-from frontend.text.models import Models
 from frontend.text.prompt_encoder import num_chars
 from router.telemetry.tracing import Trace
 
@@ -49,6 +48,8 @@ READINESS = "readiness"  # service name in the health service, for probes
 _LAST_WORDS_S = 1.0  # for ended calls to send their status
 _UNREAD_BYTES = 16 << 10  # per stream
 _MAX_PENDING = 8192  # calls accepted but not yet handled
+_Status = health_pb2.HealthCheckResponse
+_MAX_WATCHERS = 1024
 _LARGE = 16 << 10  # bytes; larger messages are converted on another thread
 _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
@@ -265,7 +266,6 @@ class InferenceServicer(pb_grpc.InferenceServicer):
     async def _read(
         self, request: pb.GenerateRequest, context: _Context, request_context: RequestContext
     ) -> tuple[Completions, CompletionRequest]:
-        """Return the model and the request."""
         deadline_s, client = context.time_remaining(), self._client(context)
         with self._audited(request.request_id[:128], context, client):
             served = self._models.find(request.model)
@@ -325,10 +325,6 @@ async def _statuses(context: _Context) -> AsyncIterator[None]:
     except Exception as error:
         logger.exception("request failed with an unexpected exception")
         await context.abort_with_status(rpc_status.to_status(status_of(error)))
-
-
-_Status = health_pb2.HealthCheckResponse
-_MAX_WATCHERS = 1024
 
 
 class EndpointHealth(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # gRPC's stubs have no types

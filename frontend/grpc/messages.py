@@ -46,6 +46,7 @@ _MAX_REPEATED = {
     "bad_words": MAX_BAD_WORDS,
 }
 _OF_CHAT = ("messages", "tools", "tool_choice", "template_variables", "reasoning_effort", "continue_final_message")
+_TOOL_NAME = re.compile(FUNCTION_NAME)
 _RENAMED = {"user": "tenant", "tokens": "token_ids", **{name: f"chat.{name}" for name in _OF_CHAT}}
 
 
@@ -223,7 +224,11 @@ def _fill(message: pb.Delta, delta: Delta, tokenizer: Tokenizer) -> None:
     if delta.thinking:
         message.reasoning = delta.thinking
     if delta.calls:
-        message.tool_calls.extend(tool_calls_of(delta))
+        message.tool_calls.extend(
+            pb.ToolCallDelta(index=call.number, id=call.id, name=call.name, arguments=call.arguments)
+            for call in delta.calls
+            if call.broken is None
+        )
     message.token_ids.extend([token.token_id for token in delta.tokens])
     for token in delta.tokens if delta.has_logprobs else ():
         assert token.logprob is not None
@@ -262,9 +267,6 @@ def status_of(error: Exception) -> Status:
     return Status(code=code, message=message, details=packed)
 
 
-_TOOL_NAME = re.compile(FUNCTION_NAME)
-
-
 def chat_of(chat: pb.Chat) -> Chat:
     """Convert a chat. Raises RequestError."""
     add_generation_prompt = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else None
@@ -295,16 +297,7 @@ def forced_grammar_of(chat: pb.Chat, made: Chat) -> Grammar | None:
     return forced_grammar(made.forced, tools, is_parallel=made.is_parallel)
 
 
-def tool_calls_of(delta: Delta) -> list[pb.ToolCallDelta]:
-    return [
-        pb.ToolCallDelta(index=call.number, id=call.id, name=call.name, arguments=call.arguments)
-        for call in delta.calls
-        if call.broken is None
-    ]
-
-
 def _forced(chat: pb.Chat) -> str | None:
-    """Return Chat.forced. Raises RequestError."""
     kind = chat.tool_choice.WhichOneof("kind")
     if kind not in ("required", "name") or not getattr(chat.tool_choice, kind):
         return None

@@ -29,9 +29,8 @@ from frontend.openai.tokens_api import TokensApi
 from frontend.responses.api import ResponsesApi
 from frontend.responses.store import StoreBounds
 from frontend.responses.stored import StoredResponses
-from frontend.text.completion import Completions
+from frontend.text.completion import Completions, Models
 from frontend.text.completion_request import REQUEST_ID
-from frontend.text.models import Models
 from router.telemetry.tracing import Tracing
 
 _HEALTH = "/health"  # this path and those below it need no API key

@@ -113,7 +113,6 @@ class Certificates:
         return pair
 
     def _read(self) -> _Pair:
-        """Read both files and check that they match."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.set_alpn_protocols(["http/1.1"])
         with self._unreadable():

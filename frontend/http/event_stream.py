@@ -1,4 +1,5 @@
-"""JSON of all HTTP APIs: server-sent events and whole responses. Both stop their work once the client disconnects."""
+"""Responses of all HTTP APIs: server-sent events and whole ones, which stop their work once the client disconnects; and
+errors. Their statuses are in core.types.errors, their format in the request's state."""
 
 from __future__ import annotations
 
@@ -32,6 +33,16 @@ T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": keepalive\n\n"  # clients ignore it
 JSON = dict[str, Any]
+CLIENT_GONE = 499  # nginx's code for a disconnected client, for access logs
+_BEHIND_V1 = ("chat", "completions", "models", "responses")
+# Errors that are raised before the body has been read, with headers of their own.
+_EARLY: Mapping[type[ClusterError], Mapping[str, str]] = {
+    RequestTooLarge: {},
+    Unauthenticated: {"www-authenticate": 'Bearer realm="cluster"'},
+    UnsupportedEncoding: {"accept-encoding": SUPPORTED},
+}
+_DRAIN_BYTES = 64 * 1024 * 1024
+_DRAIN_S = 5.0
 
 _encode = msgspec.json.Encoder().encode
 # Valid in JSON as they are, but clients that split a stream into lines as Unicode does would cut an event in two.
@@ -172,18 +183,6 @@ def to_json(content: object) -> bytes:
 
 def json_answer(content: object, headers: Mapping[str, str]) -> Response:
     return Response(to_json(content), media_type="application/json", headers=dict(headers))
-
-
-CLIENT_GONE = 499  # nginx's code for a disconnected client, for access logs
-_BEHIND_V1 = ("chat", "completions", "models", "responses")
-# Errors that are raised before the body has been read, with headers of their own.
-_EARLY: Mapping[type[ClusterError], Mapping[str, str]] = {
-    RequestTooLarge: {},
-    Unauthenticated: {"www-authenticate": 'Bearer realm="cluster"'},
-    UnsupportedEncoding: {"accept-encoding": SUPPORTED},
-}
-_DRAIN_BYTES = 64 * 1024 * 1024
-_DRAIN_S = 5.0
 
 
 def handle_errors(app: FastAPI) -> None:

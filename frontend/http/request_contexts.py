@@ -20,9 +20,8 @@ from frontend.access.limits import Limits, RequestContext
 from frontend.http.body import Body, BodyReader, T
 from frontend.http.event_stream import EventStream
 from frontend.openai.fields import OpenAIObject, ignored_header
-from frontend.text.completion import Completion
+from frontend.text.completion import Completion, Models
 from frontend.text.completion_request import CompletionRequest, check_prompt_numbers, check_total
-from frontend.text.models import Models
 from frontend.text.prompt_encoder import num_chars
 from router.telemetry.tracing import Trace
 
@@ -79,12 +78,10 @@ def client_of(request: Request) -> Client:
 
 
 def tenant_of(request: Request) -> str:
-    """Return the client's tenant; empty without a key."""
     return client_of(request).tenant
 
 
 def trace_of(scope: Scope) -> Trace | None:
-    """Return the request's trace, or None if it is not traced."""
     trace: Trace | None = scope["state"].get("trace")
     return trace
 

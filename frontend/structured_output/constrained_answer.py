@@ -1,4 +1,5 @@
-"""Grammar of a constrained answer, including what may come besides: thinking before it, or tool calls instead."""
+"""Grammar of a constrained answer, including what may come besides: thinking before it, or tool calls instead. It is
+compiled before dispatch, so that an invalid or expensive one is rejected at the router."""
 
 from __future__ import annotations
 
@@ -24,6 +25,9 @@ from frontend.text.completion_request import CompletionRequest
 from frontend.text.text_threads import TextThreads
 
 _SCHEMAS = (GrammarKind.JSON_SCHEMA, GrammarKind.LENIENT_JSON_SCHEMA)
+_COMPILE_S = 0.9  # so that a client gets an error within a second
+_NUM_THREADS = 2  # of which one key can occupy one
+_MAX_KNOWN = 1024  # cached outcomes; 64 MiB at most
 _NOTES = ("description", "title", "default", "examples", "x-guidance")  # annotations in a tool's schema
 
 
@@ -181,11 +185,6 @@ def _object(text: str, param: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise RequestError(f"{param}: must be a JSON schema", param=param)
     return found
-
-
-_COMPILE_S = 0.9  # so that a client gets an error within a second
-_NUM_THREADS = 2  # of which one key can occupy one
-_MAX_KNOWN = 1024  # cached outcomes; 64 MiB at most
 
 
 class GrammarCheck:

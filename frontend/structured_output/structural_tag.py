@@ -190,7 +190,6 @@ class _Writer:
         return self._texts[ends]
 
     def _end(self, ends: tuple[str, ...]) -> str:
-        """Return an expression of one of `ends`."""
         if any(ends) and ends not in self._ends:
             self._ends[ends] = self._rule(self._special.one_of(ends))
         return self._ends.get(ends, "")

@@ -204,7 +204,6 @@ def _format(chat: Chat, kind: CallFormat | None) -> Format:
 
 
 def _begins(chat: Chat, kind: CallFormat | None) -> list[str]:
-    """Return the texts with which a call may begin."""
     texts = kind.begins if kind and chat.forced is None else ()
     return [text.replace("NAME", name) for text in texts for name in (chat.parameters if "NAME" in text else [""])]
 

@@ -1,4 +1,4 @@
-"""Completions: text in, text out, for both endpoints of the router.
+"""Completions of the served models: text in, text out, for both endpoints of the router.
 
 open     check the request, render and tokenize its prompt    holds nothing yet; RequestError
 enter    start a Generation                                   held until the block is left, however it is left
@@ -17,7 +17,15 @@ from functools import partial
 
 from core.grammar.compiler import GrammarCompiler
 from core.types.api_key import ApiKey
-from core.types.errors import ClientTooSlow, ClusterError, DeadlineExceeded, RequestError, outcome_of
+from core.types.errors import (
+    ClientTooSlow,
+    ClusterError,
+    DeadlineExceeded,
+    ModelUnavailable,
+    RequestError,
+    UnknownModel,
+    outcome_of,
+)
 from core.types.prompt_logprobs import PromptLogprobs
 from core.types.request import OFFLINE, Grammar, Sampling, SequenceRequest, ThinkingBudget
 from frontend.chat.chat import Chat
@@ -26,14 +34,14 @@ from frontend.chat.output_format import OutputFormat
 from frontend.chat.thinking import thinking_budget
 from frontend.structured_output.constrained_answer import GrammarCheck, bound_answer, without_look_around
 from frontend.structured_output.json_schema import SpecialTokens
-from frontend.text.answer_events import AnswerEvents, TokenClock, UnreadLimit, best_of
+from frontend.text.answer_events import AnswerEvents, ChoiceText, TokenClock, UnreadLimit, best_of
 from frontend.text.answer_reader import AnswerReader
-from frontend.text.choice_text import ChoiceText
 from frontend.text.completion_request import (
     CompletionRequest,
     ModelCard,
     check,
     check_prompt_numbers,
+    not_served,
     num_prompt_numbers,
     sampling_of,
     truncated,
@@ -175,9 +183,8 @@ class Completion:
         name, metrics, audit_log = service.model.id, service.metrics, service.audit_log
         self._account = Account(request, name, self.clock, metrics, audit_log, traffic, self.trace)
         self._unread = UnreadLimit(service.max_unread_s, request_id=request.id)
-        shown = service.prompts.shown_ids
         self._choices = [
-            ChoiceText(request, choice, service.tokenizer, reader=self._reader(), shown=shown)
+            ChoiceText(request, choice, service.tokenizer, reader=self._reader(), shown=service.prompts.shown_ids)
             for choice in range(request.num_choices)
         ]
         self._route = RequestRoute()
@@ -238,20 +245,15 @@ class Completion:
 
     @property
     def num_prompt_numbers(self) -> int:
-        """Number of log-probabilities returned for its prompt."""
+        """Number of log-probabilities of its prompt."""
         return num_prompt_numbers(self.request, len(self.prompt_ids))
 
     def shorten_answers(self, max_tokens: int) -> None:
         """Limit the length of each answer. Call before `run`."""
         self.sampling = replace(self.sampling, max_tokens=min(max_tokens, self.sampling.max_tokens))
 
-    def reject(self, error: ClusterError) -> None:
-        """Record that the request is rejected by its key's limits and will not run."""
-        self.service.reject(self.request, error)
-
     @property
     def max_answer_tokens(self) -> int:
-        """Upper bound of the tokens of all answers."""
         return self.num_choices * self.sampling.max_tokens
 
     @property
@@ -314,7 +316,6 @@ class Completion:
             raise DeadlineExceeded(f"request {self.request.id}: not finished within {self.limit_s:g} s") from None
 
     def _over(self, error: BaseException | None) -> None:
-        """Record the outcome."""
         is_finished = all(choice.finished is not None for choice in self._choices)
         outcome = "completed" if is_finished else "cancelled"
         if self._unread.is_passed:  # checked first: a closed generator leaves the block without ClientTooSlow
@@ -328,3 +329,71 @@ class Completion:
             num_outputs=(choice.num_tokens for choice in self._choices),
             max_tokens=self.sampling.max_tokens,
         )
+
+
+class Models:
+    """Registry of served models by name. A name belongs to the first model that has it. Bound to the router's event
+    loop."""
+
+    def __init__(self, default: Completions) -> None:
+        """default: model of the router's own deployment, used for requests that name none."""
+        self.default = default
+        self._served = dict.fromkeys(default.model.names, default)
+        self._unavailable: dict[str, str] = {}  # reason, by name of a model that should be served but is not
+
+    @classmethod
+    def of(cls, served: Completions | Models) -> Models:
+        return served if isinstance(served, Models) else cls(served)
+
+    def add(self, served: Completions) -> bool:
+        """Add a model. Return False if one of its names is taken."""
+        names = served.model.names
+        if not self._served.keys().isdisjoint(names):
+            return False
+        self.forget_unavailable(names)
+        self._served |= dict.fromkeys(names, served)
+        return True
+
+    def remove(self, served: Completions) -> None:
+        """Remove a model; running requests continue."""
+        self._served = {name: one for name, one in self._served.items() if one is not served}
+
+    def report_unavailable(self, names: Sequence[str], why: str) -> None:
+        """Mark a model as known but not servable at present."""
+        self._unavailable |= {name: why for name in names if name not in self._served}
+
+    def forget_unavailable(self, names: Sequence[str]) -> None:
+        """Remove the mark of `report_unavailable`."""
+        for name in names:
+            self._unavailable.pop(name, None)
+
+    def find(self, name: str) -> Completions:
+        """Return the model, the default one for an empty name. Raises UnknownModel and ModelUnavailable."""
+        if not name:
+            return self.default
+        if (served := self._served.get(name)) is not None:
+            return served
+        if name in self._unavailable:
+            raise ModelUnavailable(f"model {name!r} is unavailable at this router: {self._unavailable[name]}")
+        raise UnknownModel(not_served(name, self.names), param="model")
+
+    def card(self, name: str) -> ModelCard:
+        """Return a model's card. Raises UnknownModel and ModelUnavailable."""
+        if not name:
+            raise UnknownModel(not_served(name, self.names), param="model")
+        return self.find(name).model
+
+    @property
+    def cards(self) -> Sequence[ModelCard]:
+        """Cards of all models, the default one first, then by their first names."""
+        cards = {served.model.id: served.model for served in self._served.values()}
+        return [self.default.model, *(cards[name] for name in sorted(cards) if name != self.default.model.id)]
+
+    @property
+    def names(self) -> Sequence[str]:
+        return [name for card in self.cards for name in card.names]
+
+    @property
+    def max_context(self) -> int:
+        """Largest limit of prompt and answer of any model, in tokens."""
+        return max(card.max_model_len for card in self.cards)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NoReturn
 
-from core.types.errors import ContextLengthExceeded, RequestError, UnknownModel
+from core.types.errors import ContextLengthExceeded, RequestError
 from core.types.prompt_logprobs import MAX_PROMPT_NUMBERS
 from core.types.request import MAX_BAD_WORDS, Grammar, Sampling, TokenRules, random_seed
 from frontend.chat.chat import Chat
@@ -153,7 +153,6 @@ class CompletionRequest:
 
     @property
     def num_choices(self) -> int:
-        """Number of choices to run."""
         return self.n if self.best_of is None else self.best_of
 
     @property
@@ -167,7 +166,6 @@ class CompletionRequest:
         return "n" if self.best_of is None else "best_of"
 
     def called(self, name: str) -> str:
-        """Return the client's name of a field."""
         names = {"max_tokens": self.max_tokens_field, "thinking_token_budget": self.thinking_field}
         return names.get(name, name)
 
@@ -183,11 +181,9 @@ class CompletionRequest:
 
 
 def check(request: CompletionRequest, model: ModelCard) -> None:
-    """Check everything that does not need the prompt's tokens. Raises UnknownModel, or RequestError with the field."""
+    """Check everything that does not need the prompt's tokens. Raises RequestError with the field."""
     if not REQUEST_ID.fullmatch(request.id):
         _reject("request_id", "must be 1 to 128 visible ASCII characters")
-    if request.model not in ("", *model.names):
-        raise UnknownModel(not_served(request.model, model.names), param="model")
     for name, (lowest, highest, is_lowest_allowed) in RANGES.items():
         value = getattr(request, name)
         if value is None:
@@ -213,7 +209,6 @@ def check(request: CompletionRequest, model: ModelCard) -> None:
 
 
 def not_served(name: str, models: Sequence[str]) -> str:
-    """Return the error message for an unknown model."""
     *others, last = map(repr, models)
     served = f"{', '.join(others)} and {last} are" if others else f"{last} is"
     return f"model {name[:128]!r} is not served here; {served}"

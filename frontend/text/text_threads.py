@@ -65,7 +65,6 @@ class TextThreads:
                     future.set_exception(ModelUnavailable(_CLOSED))
 
     def _start_some(self) -> None:
-        """Start queued work on idle threads."""
         most = max(1, self._num_threads - 1)
         while self._running.total() < self._num_threads:
             key_id = next((each for each in self._waiting if not each or self._running[each] < most), None)

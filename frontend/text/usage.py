@@ -140,7 +140,6 @@ class RequestAuditLog:
         )
 
     def rejected(self, request: CompletionRequest, error: ClusterError) -> None:
-        """Record a request that was rejected."""
         param = error.param if isinstance(error, RequestError) else None
         self._write(**_client_fields(request), outcome=outcome_of(error).code, param=param)
 

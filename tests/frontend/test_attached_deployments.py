@@ -18,7 +18,7 @@ from core.types.errors import DeployError, ModelUnavailable, UnknownModel
 from frontend import attached_deployments as attached_module
 from frontend.attached_deployments import AttachedDeployment, AttachedDeployments
 from frontend.served_model import RouterMembership, ServedModel
-from frontend.text.models import Models
+from frontend.text.completion import Models
 from tests.core.model.test_config import write_no_weights
 from tests.engine.tiny_models import tiny_config
 from tests.support.fake_token_service import FakeTokenService

@@ -69,3 +69,9 @@ class MakeCompletions:
             grammars=GrammarCompiler(self._model_dir, vocab_size=tokenizer.vocab_size) if has_grammars else None,
             tracing=tracing,
         )
+
+
+def outcomes(completions: Completions) -> dict[str, float]:
+    """Return the number of requests by outcome, from the metrics."""
+    samples = [s for family in completions.metrics.requests.collect() for s in family.samples]
+    return {s.labels["outcome"]: s.value for s in samples if s.name == "xpyd_requests_total" and s.value}

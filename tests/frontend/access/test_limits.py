@@ -103,24 +103,6 @@ async def test_prompt_beyond_the_budget_is_rejected_for_good(completions: MakeCo
         assert await passes(limits, client(tpm=2), one)
 
 
-async def test_cancelled_request_returns_its_slot(completions: MakeCompletions, limits: Limits) -> None:
-    asking, one = client(concurrency=1), await opened(completions, max_tokens=1)
-    has_begun = asyncio.Event()
-
-    async def hold() -> None:
-        async with reserved(limits, asking, [one]):
-            has_begun.set()
-            await asyncio.Event().wait()
-
-    task = asyncio.create_task(hold())
-    await has_begun.wait()
-    assert not await passes(limits, asking, one)
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-    await limits.settled()
-    assert await passes(limits, asking, one)
-
-
 class FakeOutage:
     """Limiter that can fail, and can be delayed after it has counted."""
 

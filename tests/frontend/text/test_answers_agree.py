@@ -23,8 +23,8 @@ from frontend.parsers.formats import CALL_FORMATS
 from frontend.parsers.thinking import THINK
 from frontend.responses.events import ResponseEvents
 from frontend.responses.output import ResponseOutput
+from frontend.text.answer_events import ChoiceText
 from frontend.text.answer_reader import AnswerReader
-from frontend.text.choice_text import ChoiceText
 from frontend.text.completion_request import CompletionRequest
 from frontend.text.events import Delta, Finished
 from frontend.text.tokenizer import Tokenizer
