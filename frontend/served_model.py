@@ -22,7 +22,6 @@ from core.types.request import Role
 from core.types.revisions import RevisionTable
 from frontend.admin.admin_server import AdminServer
 from frontend.chat.chat_template import ChatTemplate
-from frontend.chat.output_format import OutputFormat
 from frontend.chat.template_files import find_chat_template
 from frontend.text.completion import Completions
 from frontend.text.completion_request import MAX_CHOICES, ModelCard
@@ -132,13 +131,8 @@ class ServedModel:
             token_service=core,
             tokenizer=tokenizer,
             chat_template=template,
-            output_format=OutputFormat.of(
-                template.sources,
-                tool_parser=spec.model.tool_parser,
-                reasoning_parser=spec.model.reasoning_parser,
-                knows_tools=template.knows_tools,
-                is_special=tokenizer.has_special,
-            ),
+            tool_parser=spec.model.tool_parser,
+            reasoning_parser=spec.model.reasoning_parser,
             model=ModelCard(
                 id=spec.model.name,
                 aliases=spec.model.names[1:],

@@ -53,8 +53,10 @@ class Authority:
         return cls(key, [root], [root])
 
     @classmethod
-    def from_files(cls, *, ca: str, certificate: str, key: str) -> Authority:
+    def from_files(cls, security: SecuritySpec) -> Authority:
         """Read an operator's authority: `certificate` is a CA issued by `ca`. Raises SpecError that names the file."""
+        ca, certificate, key = security.ca, security.certificate, security.key
+        assert ca and certificate and key, "the spec is validated"
         roots, chain = _read_certificates("ca", ca), _read_certificates("certificate", certificate)
         authority = cls(_read_key(key), chain, roots)
         authority._check(certificate, key)
@@ -110,12 +112,6 @@ class Authority:
             _reject("certificate", certificate, text)
         if min(link.not_valid_after_utc for link in self._chain) <= _now():
             _reject("certificate", certificate, "has expired")
-
-
-def open_files(security: SecuritySpec) -> Authority:
-    """Read an operator's authority from files on this machine. Raises SpecError."""
-    assert security.ca and security.certificate and security.key, "the spec is validated"
-    return Authority.from_files(ca=security.ca, certificate=security.certificate, key=security.key)
 
 
 class KeyPair:

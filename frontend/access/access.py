@@ -137,7 +137,10 @@ class Keyring:
         Secrets are looked up by digest, so the timing reveals nothing about a secret.
         """
         if api_key and (api_key := api_key.strip()):
-            authorization = _same_key(authorization, f"{_SCHEME}{api_key}")
+            scheme, secret = _parts(authorization)
+            if scheme.lower() == _SCHEME and secret not in ("", api_key):
+                raise Unauthenticated("Authorization and X-Api-Key carry different API keys; send one of them")
+            authorization = f"{_SCHEME}{api_key}"
         scheme, secret = _parts(authorization)
         if scheme.lower() == _SCHEME and secret and len(secret) <= _MAX_CHARS:
             if client := (self._clients or {}).get(digest_of(secret)):
@@ -183,14 +186,6 @@ class Keyring:
 
 def _parts(authorization: str | None) -> tuple[str, str]:
     return (authorization or "")[: len(_SCHEME)], (authorization or "")[len(_SCHEME) :].strip()
-
-
-def _same_key(authorization: str | None, other: str) -> str:
-    """Return `other`, after checking that both headers carry the same key. Raises Unauthenticated if they differ."""
-    scheme, secret = _parts(authorization)
-    if scheme.lower() == _SCHEME and secret and secret != _parts(other)[1]:
-        raise Unauthenticated("Authorization and X-Api-Key carry different API keys; send one of them")
-    return other
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -191,9 +191,9 @@ class Methods:
     def __init__(self, app: ASGIApp, *, routes: Sequence[BaseRoute]) -> None:
         """routes: the application's routes; all must be added before the first request."""
         self._app = app
-        self._routes = [route for route in routes if isinstance(route, Route) and route.methods]
-        for route in self._routes:
-            if "GET" in (methods := _methods(route)):
+        self._routes = [(one, one.methods) for one in routes if isinstance(one, Route) and one.methods]
+        for _, methods in self._routes:
+            if "GET" in methods:
                 methods.add("HEAD")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -211,10 +211,5 @@ class Methods:
 
     def _allowed(self, scope: Scope) -> str:
         """Return the methods of all routes with this path; empty if there is none."""
-        found = [route for route in self._routes if route.matches(scope)[0] is not Match.NONE]
-        return ", ".join(sorted({"OPTIONS"}.union(*map(_methods, found)))) if found else ""
-
-
-def _methods(route: Route) -> set[str]:
-    assert route.methods
-    return route.methods
+        found = [methods for route, methods in self._routes if route.matches(scope)[0] is not Match.NONE]
+        return ", ".join(sorted({"OPTIONS"}.union(*found))) if found else ""

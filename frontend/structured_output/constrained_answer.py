@@ -19,8 +19,7 @@ from frontend.chat.output_format import OutputFormat
 from frontend.parsers.formats import GENERIC
 from frontend.parsers.harmony import HARMONY
 from frontend.parsers.thinking import Start, Tags
-from frontend.structured_output.json_schema import LOOKING_AROUND, in_lark, lenient, weakened
-from frontend.structured_output.structural_tag import structural_tag_rules
+from frontend.structured_output.lark import LOOKING_AROUND, in_lark, lenient, structural_tag_rules, weakened
 from frontend.text.completion_request import CompletionRequest
 from frontend.text.text_threads import TextThreads
 

@@ -67,19 +67,15 @@ class AnswerReader:
     ) -> AnswerReader | None:
         """Create a reader, or return None for an answer of plain text. prompt: its last characters suffice. grammar:
         constrains the answer."""
-        if output_format.frame:
-            return cls(
-                None,
-                CallReader(output_format.frame.read, chat.parameters),
-                is_parallel=chat.is_parallel,
-                is_forced=chat.forced is not None,
-                shows_thinking=output_format.tags is None,
-            )
-        thinking = calls = None
+        is_forced, is_parallel, frame = chat.forced is not None, chat.is_parallel, output_format.frame
+        if frame:
+            calls, shows = CallReader(frame.read, chat.parameters), output_format.tags is None
+            return cls(None, calls, is_parallel=is_parallel, is_forced=is_forced, shows_thinking=shows)
+        thinking = reader = None
         kind = CALL_FORMATS.get(output_format.calls or "")
         begins, first = list[str](), tuple[str, ...]()
-        if chat.tools and (kind or chat.forced is not None):
-            calls = CallReader(_format(chat, kind), chat.parameters)
+        if chat.tools and (kind or is_forced):
+            reader = CallReader(_format(chat, kind), chat.parameters)
             begins = _begins(chat, kind)
             first = kind.first if kind else ()
         start = output_format.start(chat, prompt)
@@ -87,15 +83,11 @@ class AnswerReader:
             if grammar and start == "before":
                 start = "after"  # the grammar allows thinking only behind an opening tag
             thinking = ThinkingReader(output_format.tags, start, calls=begins, first=first)
-        if not thinking and not calls:
+        if not thinking and not reader:
             return None
-        return cls(
-            thinking,
-            calls,
-            is_parallel=chat.is_parallel,
-            is_forced=chat.forced is not None and bool(calls),
-            first_index=chat.num_calls if kind and kind.has_named_ids else None,
-        )
+        index = chat.num_calls if kind and kind.has_named_ids else None
+        is_forced = is_forced and reader is not None
+        return cls(thinking, reader, is_parallel=is_parallel, is_forced=is_forced, first_index=index)
 
     def fresh(self) -> AnswerReader:
         """Return a reader of the same answer in its initial state."""

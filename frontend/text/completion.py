@@ -33,7 +33,7 @@ from frontend.chat.chat_template import ChatTemplate
 from frontend.chat.output_format import OutputFormat
 from frontend.chat.thinking import thinking_budget
 from frontend.structured_output.constrained_answer import GrammarCheck, bound_answer, without_look_around
-from frontend.structured_output.json_schema import SpecialTokens
+from frontend.structured_output.lark import SpecialTokens
 from frontend.text.answer_events import AnswerEvents, ChoiceText, TokenClock, UnreadLimit, best_of
 from frontend.text.answer_reader import AnswerReader
 from frontend.text.completion_request import (
@@ -72,19 +72,24 @@ class Completions:
     max_unread_s: float = 60.0  # maximum time a client may leave a token unread
     audit_log: RequestAuditLog = field(default_factory=RequestAuditLog)
     traffic: TrafficRecord | None = None
-    output_format: InitVar[OutputFormat | None] = None  # None: derived from the chat template
+    tool_parser: InitVar[str] = "auto"  # as in the spec, like the next one
+    reasoning_parser: InitVar[str] = "auto"
     grammars: InitVar[GrammarCompiler | None] = None  # None: constrained answers are rejected
     tracing: Tracing | None = None  # None: off
 
-    def __post_init__(self, output_format: OutputFormat | None, grammars: GrammarCompiler | None) -> None:
+    def __post_init__(self, tool_parser: str, reasoning_parser: str, grammars: GrammarCompiler | None) -> None:
         self.threads = TextThreads()
-        template = self.chat_template
-        output_format = output_format or OutputFormat.of(
-            template.sources, is_special=self.tokenizer.has_special, knows_tools=template.knows_tools
-        )
+        tokenizer, template = self.tokenizer, self.chat_template
         special = SpecialTokens(grammars.special_tokens if grammars else None)
+        output_format = OutputFormat.of(
+            template.sources,
+            tool_parser=tool_parser,
+            reasoning_parser=reasoning_parser,
+            is_special=tokenizer.has_special,
+            knows_tools=template.knows_tools,
+        )
         output_format = replace(output_format, special=special)
-        self.prompts = PromptEncoder(self.tokenizer, template, self.model, output_format, self.threads)
+        self.prompts = PromptEncoder(tokenizer, template, self.model, output_format, self.threads)
         self._grammars = GrammarCheck(grammars)
 
     async def open(
@@ -175,8 +180,7 @@ class Completion:
 
     def __post_init__(self) -> None:
         request, service = self.request, self.service
-        self.n = request.n  # choices answered
-        self.num_choices = request.num_choices  # choices run
+        self.n, self.num_choices = request.n, request.num_choices  # choices answered, and run
         self.max_unread_s = service.max_unread_s
         # Offline requests do not count as traffic: no client waits for them.
         traffic = None if request.priority >= OFFLINE else service.traffic
@@ -245,7 +249,6 @@ class Completion:
 
     @property
     def num_prompt_numbers(self) -> int:
-        """Number of log-probabilities of its prompt."""
         return num_prompt_numbers(self.request, len(self.prompt_ids))
 
     def shorten_answers(self, max_tokens: int) -> None:
@@ -363,7 +366,6 @@ class Models:
         self._unavailable |= {name: why for name in names if name not in self._served}
 
     def forget_unavailable(self, names: Sequence[str]) -> None:
-        """Remove the mark of `report_unavailable`."""
         for name in names:
             self._unavailable.pop(name, None)
 

@@ -195,12 +195,18 @@ def check(request: CompletionRequest, model: ModelCard) -> None:
     if request.max_tokens is not None and request.min_tokens > request.max_tokens:
         bound = f"{request.max_tokens_field}, {request.max_tokens}"
         _reject("min_tokens", f"must not exceed {bound}, but is {request.min_tokens}")
-    _check_choices(request, model)
+    if request.num_choices < request.n:
+        _reject("best_of", f"must be at least n, {request.n}, but is {request.num_choices}")
+    if request.num_choices > model.max_choices:
+        text = f"is {request.num_choices}; a replica runs at most {model.max_choices} choices at once"
+        _reject(request.choices_field, text)
     _check_stops(request)
     _check_bad_words(request.bad_words)
     if request.allowed_token_ids == ():
         _reject("allowed_token_ids", "must not be empty; omit it to allow all")
-    _check_grammar(request)
+    for name in ("ignore_eos", "min_tokens") if request.grammar else ():
+        if getattr(request, name):
+            _reject(name, f"cannot be combined with {request.grammar_field}, which decides where the answer ends")
     if isinstance(request.prompt, Chat):
         _check_chat(request.prompt, model)
     check_token_ids(request.stop_token_ids, model, param="stop_token_ids")
@@ -296,14 +302,6 @@ def sampling_of(
     )
 
 
-def _check_choices(request: CompletionRequest, model: ModelCard) -> None:
-    num, called = request.num_choices, request.choices_field
-    if num < request.n:
-        _reject("best_of", f"must be at least n, {request.n}, but is {num}")
-    if num > model.max_choices:
-        _reject(called, f"is {num}; a replica runs at most {model.max_choices} choices at once")
-
-
 def _check_chat(chat: Chat, model: ModelCard) -> None:
     limit = min(MAX_MESSAGES, model.max_model_len)  # each message has at least one token
     if len(chat.messages) > limit:
@@ -314,15 +312,6 @@ def _check_chat(chat: Chat, model: ModelCard) -> None:
         if len(message.get("role", "")) > MAX_ROLE_CHARS:
             param = f"messages[{number}].role"
             _reject(param, f"at most {MAX_ROLE_CHARS} characters are accepted")
-
-
-def _check_grammar(request: CompletionRequest) -> None:
-    """Reject fields that contradict the grammar, which alone decides where an answer ends."""
-    if request.grammar is None:
-        return
-    for name, value in (("ignore_eos", request.ignore_eos), ("min_tokens", request.min_tokens)):
-        if value:
-            _reject(name, f"cannot be combined with {request.grammar_field}, which decides where the answer ends")
 
 
 def _token_rules(

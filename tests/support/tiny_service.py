@@ -7,7 +7,6 @@ from pathlib import Path
 
 from core.grammar.compiler import GrammarCompiler
 from frontend.chat.chat_template import ChatTemplate
-from frontend.chat.output_format import OutputFormat
 from frontend.chat.template_files import find_chat_template
 from frontend.text.completion import Completions
 from frontend.text.completion_request import MAX_CHOICES, NEUTRAL, ModelCard
@@ -37,7 +36,8 @@ class MakeCompletions:
         max_held: Callable[[], int | None] = lambda: None,
         audit_log: Path | None = None,
         chat_template: str | Mapping[str, str] | None = None,
-        output_format: OutputFormat | None = None,
+        tool_parser: str = "auto",
+        reasoning_parser: str = "auto",
         has_grammars: bool = False,
         tracing: Tracing | None = None,
         sampling_defaults: Mapping[str, float] = NEUTRAL,
@@ -50,7 +50,8 @@ class MakeCompletions:
             token_service=token_service or FakeTokenService(max_context=max_context),
             tokenizer=tokenizer,
             chat_template=template,
-            output_format=output_format,
+            tool_parser=tool_parser,
+            reasoning_parser=reasoning_parser,
             model=ModelCard(
                 id=name,
                 max_context=max_context,

@@ -21,7 +21,7 @@ from frontend.chat.thinking import thinking_budget, thinking_variables
 from frontend.openai.constraints import forced_grammar
 from frontend.openai.messages import FunctionAsTool, ToolGiven
 from frontend.structured_output.constrained_answer import bound_answer
-from frontend.structured_output.json_schema import SpecialTokens
+from frontend.structured_output.lark import SpecialTokens
 from frontend.text.answer_events import ChoiceText
 from frontend.text.answer_reader import AnswerReader
 from frontend.text.completion_request import CompletionRequest
