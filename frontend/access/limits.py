@@ -72,10 +72,7 @@ class Limits:
         """Renew the leases of running requests; those of a dead router expire."""
         while not self._is_closing:  # redis-py may swallow a cancellation
             await asyncio.sleep(LEASE_S / 3)
-            try:
-                await self._renew()
-            except RedisError as error:
-                self._on_redis_error(error)
+            await self._ignoring_redis_errors(self._renew())
 
     def close(self) -> None:
         """Stop renewing."""
