@@ -103,11 +103,10 @@ class ServedModel:
             tasks=tasks,
             count_rejected=lambda why: metrics.members_rejected.labels(why).inc(),
         )
+        policy = make_policy(spec.router.policy, prefix_fetches=True)
         core = RouterCore(
             replicas,
-            Chooser(
-                make_policy(spec.router.policy, prefix_fetches=True), max_local_tokens=spec.router.max_local_prefill
-            ),
+            Chooser(policy, max_local_tokens=spec.router.max_local_prefill),
             model=model_config.fingerprint(model_dir, max_context=spec.model.max_context),
             block_size=spec.kv.block_size,
             vocab_size=config.vocab_size,

@@ -23,7 +23,6 @@ from frontend.openai.fields import OpenAIObject, ignored_header
 from frontend.text.completion import Completion, Models
 from frontend.text.completion_request import CompletionRequest, check_prompt_numbers, check_total
 from frontend.text.prompt_encoder import num_chars
-from router.telemetry.tracing import Trace
 
 Endpoint: TypeAlias = Callable[[Request, RequestContext], Awaitable[Response]]
 Endpoints: TypeAlias = Mapping[str, Callable[[Request], Awaitable[Response]]]  # by path, all by POST
@@ -79,11 +78,6 @@ def client_of(request: Request) -> Client:
 
 def tenant_of(request: Request) -> str:
     return client_of(request).tenant
-
-
-def trace_of(scope: Scope) -> Trace | None:
-    trace: Trace | None = scope["state"].get("trace")
-    return trace
 
 
 def peer_of(request: Request) -> str:
@@ -162,7 +156,7 @@ class Opener:
         total_chars = sum(num_chars(one.prompt) for one in requests)
         for one in requests:
             num_other_chars = total_chars - num_chars(one.prompt)
-            opened.append(await served.open(one, num_other_chars=num_other_chars, trace=trace_of(request.scope)))
+            opened.append(await served.open(one, num_other_chars=num_other_chars, trace=request.state.trace))
             num_answers = sum(completion.max_answer_tokens for completion in opened)
             check_total(num_answers, served.model, param=one.max_tokens_field)
             num_logprobs = sum(completion.n * completion.num_prompt_numbers for completion in opened)

@@ -25,7 +25,7 @@ from frontend.text.text_threads import TextThreads
 
 _SCHEMAS = (GrammarKind.JSON_SCHEMA, GrammarKind.LENIENT_JSON_SCHEMA)
 _COMPILE_S = 0.9  # so that a client gets an error within a second
-_NUM_THREADS = 2  # of which one key can occupy one
+_NUM_THREADS = 2  # one key can occupy one of them
 _MAX_KNOWN = 1024  # cached outcomes; 64 MiB at most
 _NOTES = ("description", "title", "default", "examples", "x-guidance")  # annotations in a tool's schema
 
