@@ -163,7 +163,10 @@ class AnswerReader:
                     parsed.text += piece
                 case CallBegun(number, name):
                     self._end_text(parsed)
-                    id = _random_id() if self.first_index is None else named_id(name, self.first_index + number)
+                    # Nine alphanumerics are the only form of a call id that Mistral's templates accept.
+                    id = secrets.token_hex(5)[:9]
+                    if self.first_index is not None:
+                        id = named_id(name, self.first_index + number)
                     parsed.calls.append(CallText(number, id=id, name=name, at=len(parsed.text)))
                 case CallArguments(number, text):
                     _part_of(parsed, number).arguments += text
@@ -204,8 +207,3 @@ def _part_of(parsed: AnswerText, number: int) -> CallText:
     if not parsed.calls or parsed.calls[-1].number != number:
         parsed.calls.append(CallText(number, at=len(parsed.text)))
     return parsed.calls[-1]
-
-
-def _random_id() -> str:
-    """Return a random call id of nine alphanumerics, the only form that Mistral's templates accept."""
-    return secrets.token_hex(5)[:9]

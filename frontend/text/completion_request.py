@@ -165,10 +165,6 @@ class CompletionRequest:
         """The client's name of the field that sets `num_choices`."""
         return "n" if self.best_of is None else "best_of"
 
-    def called(self, name: str) -> str:
-        names = {"max_tokens": self.max_tokens_field, "thinking_token_budget": self.thinking_field}
-        return names.get(name, name)
-
     def in_client_terms(self, error: RequestError) -> RequestError:
         """Return an error of the router core with the client's field name: the core reports `best_of` as `n`."""
         field = self.choices_field
@@ -184,14 +180,14 @@ def check(request: CompletionRequest, model: ModelCard) -> None:
     """Check everything that does not need the prompt's tokens. Raises RequestError with the field."""
     if not REQUEST_ID.fullmatch(request.id):
         _reject("request_id", "must be 1 to 128 visible ASCII characters")
+    called = {"max_tokens": request.max_tokens_field, "thinking_token_budget": request.thinking_field}
     for name, (lowest, highest, is_lowest_allowed) in RANGES.items():
         value = getattr(request, name)
         if value is None:
             continue
         if not lowest <= value <= highest or (value == lowest and not is_lowest_allowed):  # NaN fails as well
             rule = f"from {lowest} to {highest}" if is_lowest_allowed else f"above {lowest} and at most {highest}"
-            called = request.called(name)
-            _reject(called, f"must be {rule}, not {value}")
+            _reject(called.get(name, name), f"must be {rule}, not {value}")
     if request.max_tokens is not None and request.min_tokens > request.max_tokens:
         bound = f"{request.max_tokens_field}, {request.max_tokens}"
         _reject("min_tokens", f"must not exceed {bound}, but is {request.min_tokens}")

@@ -25,7 +25,6 @@ from router.telemetry.traffic import TrafficRecord
 
 logger = logging.getLogger(__name__)
 
-
 _MAX_BYTES, _NUM_BACKUPS = 64 * 2**20, 4
 
 
