@@ -11,21 +11,14 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TypeAlias
 
-from core.identity.credentials import Identity
 from core.identity.deployment_secrets import DeploymentSecrets
-from core.process.supervisor import Supervisor
 from core.spec.schema import Spec
-from core.trace.traffic import TrafficAnswer, TrafficReport
 from core.types.errors import ClusterError
-from core.types.revisions import RevisionTable
-from frontend.served_model import ServedModel
-from frontend.text.models import Models
-from router.serving.discovery import FindMembers
+from frontend.served_model import RouterMembership, ServedModel, counting_supervisor
+from frontend.text.completion import Models
 from router.telemetry.metrics import Metrics
-from router.telemetry.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -38,25 +31,12 @@ _OPENING = "the model is loading"
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttachedIdentity:
-    """Identity of this router within an attached deployment."""
-
-    identity: Identity
-    audit_log: Path | None = None
-    revisions: RevisionTable | None = None
-    tell: Callable[[TrafficReport], Awaitable[TrafficAnswer]] | None = None  # traffic reports to its controller
-    find_members: FindMembers | None = None
-    # Release the identity. May block.
-    leave: Callable[[], None] = lambda: None
-
-
-@dataclass(frozen=True, kw_only=True)
 class AttachedDeployment:
     """Deployment whose spec names this router's deployment for its endpoints."""
 
     spec: Spec
     credentials: DeploymentSecrets
-    enter: Callable[[], Awaitable[AttachedIdentity]]  # raises ClusterError
+    enter: Callable[[], Awaitable[RouterMembership]]  # raises ClusterError
 
     @property
     def life(self) -> bytes:
@@ -82,20 +62,13 @@ class AttachedDeployments:
     """Opens, serves and closes attached deployments. Owns their models. Bound to the router's event loop."""
 
     def __init__(
-        self,
-        models: Models,
-        find: FindAttached | None,
-        *,
-        node: str,
-        has_many_tenants: Callable[[], bool],
-        tracing: Tracing | None = None,
+        self, models: Models, find: FindAttached | None, open_model: Callable[..., Awaitable[ServedModel]]
     ) -> None:
-        """find: list the attached deployments; None disables them. The rest as in ServedModel.open."""
+        """find: list the attached deployments; None disables them. open_model: ServedModel.open with what all models
+        share."""
         self._models = models
         self._find = find
-        self._node = node
-        self._has_many_tenants = has_many_tenants
-        self._tracing = tracing
+        self._open_model = open_model
         self._entries: dict[str, _Entry] = {}  # by the deployment's name
         self._rejected: set[str] = set()  # names of deployments whose model name is taken
         self._is_closing = False
@@ -191,18 +164,12 @@ class AttachedDeployments:
         attached, metrics = entry.attached, Metrics()
         entered = await _enter(attached)
         try:
-            served = await ServedModel.open(
+            served = await self._open_model(
                 attached.spec,
                 credentials=attached.credentials,
-                identity=entered.identity,
+                membership=entered,
                 metrics=metrics,
-                tasks=Supervisor(died=lambda name: metrics.task_deaths.labels(name.partition(" ")[0]).inc()),
-                node=self._node,
-                audit_log=entered.audit_log,
-                revisions=entered.revisions,
-                find_members=entered.find_members,
-                has_many_tenants=self._has_many_tenants,
-                tracing=self._tracing,
+                tasks=counting_supervisor(metrics),
             )
         except BaseException:
             await asyncio.to_thread(entered.leave)
@@ -235,7 +202,7 @@ class AttachedDeployments:
         logger.info("attached deployment closed name=%s", name)
 
 
-async def _enter(attached: AttachedDeployment) -> AttachedIdentity:
+async def _enter(attached: AttachedDeployment) -> RouterMembership:
     """Enter the deployment. A cancelled caller's identity is released later: threads cannot be interrupted."""
     entering = asyncio.ensure_future(attached.enter())
     try:
@@ -245,6 +212,6 @@ async def _enter(attached: AttachedDeployment) -> AttachedIdentity:
         raise
 
 
-def _leave(entered: asyncio.Future[AttachedIdentity]) -> None:
+def _leave(entered: asyncio.Future[RouterMembership]) -> None:
     if not entered.cancelled() and not entered.exception():
         asyncio.get_running_loop().run_in_executor(None, entered.result().leave)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from core.grammar.compiler import GrammarCompiler
@@ -22,13 +22,12 @@ from core.types.request import Role
 from core.types.revisions import RevisionTable
 from frontend.admin.admin_server import AdminServer
 from frontend.chat.chat_template import ChatTemplate
-from frontend.chat.output_format import OutputFormat
 from frontend.chat.template_files import find_chat_template
-from frontend.text.audit_log import RequestAuditLog
 from frontend.text.completion import Completions
 from frontend.text.completion_request import MAX_CHOICES, ModelCard
 from frontend.text.sampling_defaults import generation_config_dir, sampling_defaults
 from frontend.text.tokenizer import Tokenizer
+from frontend.text.usage import RequestAuditLog
 from router.routing.chooser import Chooser
 from router.routing.plain_policies import make_policy
 from router.serving.core import RouterCore
@@ -45,27 +44,30 @@ logger = logging.getLogger(__name__)
 _WATCH_S = 1.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class RouterMembership:
+    """Router's part in one deployment: its identity there, and what its controller provides."""
+
+    identity: Identity  # its router name is unique within the deployment
+    audit_log: Path | None = None  # file with one line per request
+    revisions: RevisionTable | None = None  # serving revisions; None: read from Redis alone
+    find_members: FindMembers | None = None  # see Discovery
+    tell: Callable[[TrafficReport], Awaitable[TrafficAnswer]] | None = None  # deliver a traffic report
+    # Release the identity. May block.
+    leave: Callable[[], None] = lambda: None
+
+
+@dataclass(eq=False, kw_only=True)
 class ServedModel:
     """Model with its deployment. Create with `open`, on the event loop that serves it."""
 
-    def __init__(
-        self,
-        completions: Completions,
-        core: RouterCore,
-        discovery: Discovery,
-        revisions: RevisionWatch,
-        metrics: Metrics,
-        *,
-        tasks: Supervisor,
-    ) -> None:
-        self.completions = completions
-        self.metrics = metrics
-        self._core = core
-        self._replicas = core.replicas
-        self._discovery = discovery
-        self._revisions = revisions
-        self._tasks = tasks
-        self._admin: AdminServer | None = None
+    completions: Completions
+    core: RouterCore
+    discovery: Discovery
+    revisions: RevisionWatch
+    metrics: Metrics
+    tasks: Supervisor
+    admin: AdminServer | None = None
 
     @classmethod
     async def open(
@@ -73,47 +75,38 @@ class ServedModel:
         spec: Spec,
         *,
         credentials: DeploymentSecrets,
-        identity: Identity,
+        membership: RouterMembership,
         metrics: Metrics,
         tasks: Supervisor,
         node: str,
-        audit_log: Path | None = None,
-        revisions: RevisionTable | None = None,
-        find_members: FindMembers | None = None,
-        has_many_tenants: Callable[[], bool] = lambda: False,
-        tracing: Tracing | None = None,
+        has_many_tenants: Callable[[], bool],
+        tracing: Tracing | None,
     ) -> ServedModel:
         """Load the tokenizer and templates, and discover the replicas. Raises SpecError, DeployError.
 
-        identity: its router name is unique within the deployment. tasks: supervisor of the background tasks, closed
-        with the model. node: address of this machine for other machines. audit_log: file with one line per request.
-        revisions: serving revisions from the controller; None: read them from Redis alone. find_members: see Discovery.
-        has_many_tenants: whether more than one tenant sends requests at present.
+        tasks: supervisor of the background tasks, closed with the model. node: address of this machine for other
+        machines. has_many_tenants: whether more than one tenant sends requests at present.
         """
+        identity = membership.identity
         model_dir = await asyncio.to_thread(model_source.resolve, spec.model.source)
         config = model_config.load(model_dir, max_context=spec.model.max_context)
         generation_dir = generation_config_dir(model_dir, spec.model.generation_config)
         tokenizer = await asyncio.to_thread(Tokenizer, model_dir, generation_dir=generation_dir)
         grammars = await asyncio.to_thread(GrammarCompiler, model_dir, vocab_size=config.vocab_size)
-        replicas = Replicas(
-            lambda member: GrpcWorker(member, identity=identity),
-            tasks=tasks,
-            model=spec.model.name,
-        )
+        replicas = Replicas(lambda member: GrpcWorker(member, identity=identity), tasks=tasks, model=spec.model.name)
         discovery = Discovery(
             connect_redis(credentials.index_url),
             replicas,
             name=spec.name,
             key=credentials.key(Purpose.MEMBERS),
-            find_members=find_members,
+            find_members=membership.find_members,
             tasks=tasks,
             count_rejected=lambda why: metrics.members_rejected.labels(why).inc(),
         )
+        policy = make_policy(spec.router.policy, prefix_fetches=True)
         core = RouterCore(
             replicas,
-            Chooser(
-                make_policy(spec.router.policy, prefix_fetches=True), max_local_tokens=spec.router.max_local_prefill
-            ),
+            Chooser(policy, max_local_tokens=spec.router.max_local_prefill),
             model=model_config.fingerprint(model_dir, max_context=spec.model.max_context),
             block_size=spec.kv.block_size,
             vocab_size=config.vocab_size,
@@ -128,7 +121,7 @@ class ServedModel:
             name=spec.name,
             key=credentials.key(Purpose.REVISIONS),
             router=identity.name.router,
-            known=revisions,
+            known=membership.revisions,
         )
         template = ChatTemplate(
             find_chat_template(model_dir, spec.model.chat_template), special_tokens=tokenizer.special_tokens
@@ -137,13 +130,8 @@ class ServedModel:
             token_service=core,
             tokenizer=tokenizer,
             chat_template=template,
-            output_format=OutputFormat.of(
-                template.sources,
-                tool_parser=spec.model.tool_parser,
-                reasoning_parser=spec.model.reasoning_parser,
-                knows_tools=template.knows_tools,
-                is_special=tokenizer.has_special,
-            ),
+            tool_parser=spec.model.tool_parser,
+            reasoning_parser=spec.model.reasoning_parser,
             model=ModelCard(
                 id=spec.model.name,
                 aliases=spec.model.names[1:],
@@ -158,12 +146,14 @@ class ServedModel:
             metrics=metrics,
             max_request_s=spec.timeouts.request_s,
             max_unread_s=spec.timeouts.unread_s,
-            audit_log=RequestAuditLog(audit_log),
+            audit_log=RequestAuditLog(membership.audit_log),
             traffic=TrafficRecord(credentials.key(Purpose.TRAFFIC), router=identity.name.router),
             grammars=grammars,
             tracing=tracing,
         )
-        model = cls(completions, core, discovery, watch, metrics, tasks=tasks)
+        model = cls(
+            completions=completions, core=core, discovery=discovery, revisions=watch, metrics=metrics, tasks=tasks
+        )
         try:
             await model._start(spec, credentials, router=identity.name.router, node=node)
         except BaseException:
@@ -174,30 +164,29 @@ class ServedModel:
     @property
     def admin_address(self) -> tuple[str, int]:
         """Host and port of the admin endpoint."""
-        assert self._admin
-        return self._admin.address
+        assert self.admin
+        return self.admin.address
 
     @property
     def has_read(self) -> bool:
         """True if the deployment's replicas have been read once."""
-        return self._discovery.has_read
+        return self.discovery.has_read
 
     @property
     def is_failing(self) -> bool:
         """True if its background tasks are crash-looping; reopening the model may help."""
-        return bool(self._tasks.failing)
+        return bool(self.tasks.failing)
 
     def health(self) -> dict[str, int]:
-        """Number of usable replicas of each role."""
-        return {role.value: self._replicas.num_usable(role) for role in Role}
+        return {role.value: self.core.replicas.num_usable(role) for role in Role}
 
     def is_ready(self) -> bool:
         """Return whether a replica can answer."""
-        return self._replicas.may_answer()
+        return self.core.replicas.may_answer()
 
     async def changed(self, *, timeout_s: float) -> None:
         """Wait until any replica reports a change. Raises TimeoutError."""
-        await self._replicas.changed(timeout_s=timeout_s)
+        await self.core.replicas.changed(timeout_s=timeout_s)
 
     def report_traffic(self, tell: Callable[[TrafficReport], Awaitable[TrafficAnswer]]) -> None:
         """Start sending periodic traffic reports. tell: deliver one report; raises ClusterError."""
@@ -205,50 +194,54 @@ class ServedModel:
         assert record
         reporter = TrafficReporter(
             record,
-            self._replicas,
-            num_waiting=lambda: self._core.admission.num_waiting,
+            self.core.replicas,
+            num_waiting=lambda: self.core.admission.num_waiting,
             answered=self._show_scaling,
         )
-        self._tasks.start("traffic", lambda: reporter.report_forever(tell))
+        self.tasks.start("traffic", lambda: reporter.report_forever(tell))
 
     async def close(self) -> None:
         """Close the model and cut off running requests; drain them before."""
-        self._replicas.availability.end()
-        if self._admin:
-            await self._admin.close()
-        await self._discovery.close()
-        await self._tasks.close()
-        await self._revisions.close()
-        await self._replicas.close()
+        self.core.replicas.availability.end()
+        if self.admin:
+            await self.admin.close()
+        await self.discovery.close()
+        await self.tasks.close()
+        await self.revisions.close()
+        await self.core.replicas.close()
         self.completions.close()
 
     async def _start(self, spec: Spec, credentials: DeploymentSecrets, *, router: str, node: str) -> None:
-        """Open the admin endpoint and start the background tasks."""
-        self._admin = await AdminServer.open(
+        self.admin = await AdminServer.open(
             spec,
             credentials,
             router=router,
             node=node,
-            core=self._core,
+            core=self.core,
             metrics=self.metrics,
             health=self.health,
-            problem=lambda: self._discovery.problem,
-            tasks=self._tasks,
+            problem=lambda: self.discovery.problem,
+            tasks=self.tasks,
         )
-        self._discovery.start()
-        self._tasks.start("presence", self._watch)
-        self._tasks.start("revisions", self._revisions.follow_forever)
+        self.discovery.start()
+        self.tasks.start("presence", self._watch)
+        self.tasks.start("revisions", self.revisions.follow_forever)
         if spec.router.rebalance:
-            self._tasks.start("rebalance", self._core.rebalance_forever)
+            self.tasks.start("rebalance", self.core.rebalance_forever)
         if spec.router.backup_tokens:
-            self._tasks.start("backup", lambda: self._core.back_up_forever(every=spec.router.backup_tokens))
+            self.tasks.start("backup", lambda: self.core.back_up_forever(every=spec.router.backup_tokens))
 
     def _show_scaling(self, decisions: Sequence[ShownDecision]) -> None:
-        if self._admin:
-            self._admin.show_scaling([asdict(decision) for decision in decisions])
+        if self.admin:
+            self.admin.show_scaling([asdict(decision) for decision in decisions])
 
     async def _watch(self) -> None:
         """Update availability periodically, so that its timestamps do not depend on requests."""
         while True:
-            self._replicas.availability.look()
+            self.core.replicas.availability.look()
             await asyncio.sleep(_WATCH_S)
+
+
+def counting_supervisor(metrics: Metrics) -> Supervisor:
+    """Return a supervisor that counts the deaths of its tasks in `metrics`."""
+    return Supervisor(died=lambda name: metrics.task_deaths.labels(name.partition(" ")[0]).inc())

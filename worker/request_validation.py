@@ -22,7 +22,7 @@ from core.wire.messages import prefix_source_from_proto
 _MAX_ID = 512  # shorter than the limit of a handoff id, which contains it
 _MAX_CHOICES = 1024
 _MAX_STOP_TOKENS = 65_536  # includes the model's own; the frontend accepts fewer
-_SALT = re.compile(r"(?:[0-9a-f]{32})?")  # see salt_of in frontend/access/keyring.py
+_SALT = re.compile(r"(?:[0-9a-f]{32})?")  # see salt_of in frontend/access/access.py
 _STREAMS = 1 << 63
 
 

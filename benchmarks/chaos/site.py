@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from cluster.control.report import Pools
@@ -123,7 +124,7 @@ class Site:
             for number, rank in enumerate(replica["ranks"])
         ]
         targets = [*ranks, *self.named("controller"), *self.named("router"), *self.redis()]
-        return {f"{target.name} ({target.pid})": processes.resident_bytes(target.pid) for target in targets}
+        return {f"{target.name} ({target.pid})": _resident_bytes(target.pid) for target in targets}
 
 
 def leaked_blocks(pools: Pools) -> dict[str, int]:
@@ -135,3 +136,11 @@ def leaked_blocks(pools: Pools) -> dict[str, int]:
             if held := blocks["total"] - blocks["free"] - blocks["cached"]:
                 found[replica["id"]] = held
     return found
+
+
+def _resident_bytes(pid: int) -> int:
+    """Return the resident memory in bytes; 0 if the process has exited."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0

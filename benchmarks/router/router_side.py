@@ -23,8 +23,7 @@ from frontend.chat.chat_template import ChatTemplate
 from frontend.chat.template_files import find_chat_template
 from frontend.grpc.api import open_grpc_api
 from frontend.http.app import create_app
-from frontend.http.connections import HTTP_ENDPOINT
-from frontend.http.http_listener import HttpListener
+from frontend.http.connections import HTTP_ENDPOINT, HttpListener
 from frontend.text.completion import Completions
 from frontend.text.completion_request import ModelCard
 from frontend.text.tokenizer import Tokenizer

@@ -32,7 +32,7 @@ from cluster.ray.store import CONTROLLER, namespace
 from cluster.rollout.revision_reporter import RevisionReporter
 from cluster.rollout.update import UpdateOptions
 from cluster.rollout.updater import Updater
-from core.identity.authority import Authority, open_files
+from core.identity.authority import Authority
 from core.identity.credentials import Certificate
 from core.identity.process_name import ProcessName
 from core.process.log import LogPart, read_log, redirect_output
@@ -363,13 +363,13 @@ def _prepare_authority(spec: Spec) -> None:
     if spec.security.tls == "auto":
         store.put(namespace(spec.name), _AUTHORITY, Authority.create(spec.name).to_json())
     elif spec.security.tls == "files":
-        open_files(spec.security)
+        Authority.from_files(spec.security)
 
 
 def _authority_of(spec: Spec) -> Authority:
     """Return the issuing authority; files are read on each call. Raises SpecError, and DeployError if there is none."""
     if spec.security.tls == "files":
-        return open_files(spec.security)
+        return Authority.from_files(spec.security)
     if stored := store.get(namespace(spec.name), _AUTHORITY):
         return Authority.from_json(stored)
     raise DeployError(f"{spec.name} has no certificate authority (security.tls: {spec.security.tls})")

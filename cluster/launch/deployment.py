@@ -166,12 +166,12 @@ def _check(spec: Spec, address: str | None, *, wait_for_nodes: bool, say: Callab
     if address is not None:
         preflight.check_model(spec, say)
         return _join_ray(spec, address, wait_for_nodes=wait_for_nodes, say=say)
-    from core.identity.authority import open_files
+    from core.identity.authority import Authority
 
     here = preflight.this_node()
     endpoints = plan_endpoints(spec.router, [here], is_one_machine=True)
     if spec.security.tls == "files":  # on a shared Ray, the head checks them
-        open_files(spec.security)
+        Authority.from_files(spec.security)
     preflight.check_ports(spec.router, endpoints.host or LOOPBACK)
     preflight.check_certificate(spec.router)
     preflight.check_nodes(spec, [here], wait_for_nodes=wait_for_nodes)

@@ -23,7 +23,8 @@ from core.process.log import redirect_output
 from core.types.errors import DeployError, ReplicaFailed
 from core.types.launch import Launch
 from core.types.revisions import RevisionTable
-from frontend.attached_deployments import AttachedDeployment, AttachedIdentity
+from frontend.attached_deployments import AttachedDeployment
+from frontend.served_model import RouterMembership
 from frontend.service import RouterService
 
 logger = logging.getLogger(__name__)
@@ -88,7 +89,7 @@ class Router:
             find_attached=attached_deployments.find,
             find_members=functools.partial(_ask, spec.name, "members"),
         )
-        service.report_traffic(functools.partial(_ask, spec.name, "note_traffic"))
+        service.own.report_traffic(functools.partial(_ask, spec.name, "note_traffic"))
         spare_the_old()
 
     async def check_health(self) -> None:
@@ -127,14 +128,14 @@ class _AttachedFinder:
             for launch in await asyncio.to_thread(self._list.launches)
         ]
 
-    async def _enter(self, launch: Launch) -> AttachedIdentity:
+    async def _enter(self, launch: Launch) -> RouterMembership:
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._obtain_identity, launch)
 
-    def _obtain_identity(self, launch: Launch) -> AttachedIdentity:
+    def _obtain_identity(self, launch: Launch) -> RouterMembership:
         """Obtain credentials as a router of that deployment from its controller. Raises ClusterError."""
         spec = launch.spec
         tls_credentials = open_tls_credentials(ProcessName.of_router(spec.name, self._router), tls=spec.security.tls)
-        return AttachedIdentity(
+        return RouterMembership(
             identity=tls_credentials.identity,
             audit_log=Path(launch.log_dir).with_name("audit_log") / Path(self._log).with_suffix(".jsonl"),
             revisions=_revisions(spec.name),

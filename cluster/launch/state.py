@@ -16,8 +16,7 @@ from pathlib import Path
 
 from cluster.launch.local_ray import LocalRay
 from core.process import processes
-from core.process.atomic_file import write_whole
-from core.process.user_dirs import user_dir
+from core.process.atomic_file import user_dir, write_whole
 from core.types.errors import DeployError, NotDeployed, SpecError
 from core.types.json_records import known_fields
 

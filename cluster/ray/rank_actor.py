@@ -6,6 +6,7 @@ any other failure.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import logging
 import threading
@@ -15,7 +16,7 @@ from typing import cast
 from cluster.ray.controller_call import open_tls_credentials
 from core.identity.credentials import Renewal
 from core.identity.process_name import ProcessName
-from core.process.interpreter import collect_the_new, spare_the_old, take_short_turns
+from core.process.interpreter import spare_the_old, take_short_turns
 from core.process.log import LogPart, log_path, read_log, redirect_output
 from core.types.launch import Launch
 from core.types.rank_api import Binding, Progress, Rank, RankStatus
@@ -74,9 +75,9 @@ class RankActor:
 
     def load(self, addresses: list[str]) -> None:
         self._bound.load(addresses)
-        # After a role switch: no caller waits for this collection.
+        # After a role switch only what is new since `spare_the_old`, in milliseconds; no caller waits for it.
         if self._has_loaded:
-            collect_the_new()
+            gc.collect()
         else:
             spare_the_old()
         self._has_loaded = True

@@ -11,6 +11,8 @@ import logging
 import re
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +62,8 @@ class GrammarCompiler:
         grammar.check(param)
         begin = time.thread_time()
         try:
-            source = _source(grammar)
-            matcher = LLMatcher(tokenizer, source, log_level=0, limits=_LIMITS)
+            rebuild = partial(LLMatcher, tokenizer, _source(grammar), log_level=0, limits=_LIMITS)
+            matcher = rebuild()
             problem = matcher.get_error() or _first_problem(matcher)
         except ValueError as error:  # an invalid schema, or a grammar that cannot be rewritten
             problem = str(error)
@@ -70,12 +72,7 @@ class GrammarCompiler:
             problem = f"takes longer than {_MAX_COMPILE_S} s to compile"
         if problem:
             raise RequestError(f"{param}: {_in_one_line(problem)}", param=param)
-
-        def rebuild() -> LLMatcher:
-            return LLMatcher(tokenizer, source, log_level=0, limits=_LIMITS)
-
-        quick_rebuild = rebuild if took_s < _QUICK_S else None
-        return CompiledGrammar(matcher, tokens=self._tokens, vocab_size=tokenizer.vocab_size, rebuild=quick_rebuild)
+        return CompiledGrammar(matcher, self._tokens, tokenizer.vocab_size, rebuild if took_s < _QUICK_S else None)
 
     def bounded(
         self, budget: ThinkingBudget, grammar: GrammarMask | None = None, *, param: str = "thinking"
@@ -85,7 +82,6 @@ class GrammarCompiler:
         Raises RequestError for `param`.
         """
         tokenizer = self._understood(param)
-
         markers = (budget.opening.encode(), budget.closing.encode())
 
         def bytes_of(token_id: int) -> bytes:
@@ -101,29 +97,24 @@ class GrammarCompiler:
         return self._tokenizer
 
 
+@dataclass(frozen=True, eq=False)
 class CompiledGrammar:
     """Compiled grammar of one request. The masks of its choices share its cost limits."""
 
-    def __init__(
-        self,
-        matcher: LLMatcher,
-        *,
-        tokens: NDArray[np.uint32],
-        vocab_size: int,
-        rebuild: Callable[[], LLMatcher] | None,
-    ) -> None:
-        """tokens: bitmask of the model's tokens, without the matcher's end token. vocab_size: of the matcher. rebuild:
-        compiles the grammar again; None if that is slow."""
-        self._matcher = matcher
-        self._vocab_size = vocab_size
-        self._tokens = tokens
-        self._rebuild = rebuild
-        self.is_quick = rebuild is not None  # compiles so fast that it needs no rate limit
+    matcher: LLMatcher
+    tokens: NDArray[np.uint32]  # bitmask of the model's tokens, without the matcher's end token
+    vocab_size: int  # of the matcher
+    rebuild: Callable[[], LLMatcher] | None  # compiles the grammar again; None if that is slow
+
+    @property
+    def is_quick(self) -> bool:
+        """True if it compiles so fast that it needs no rate limit."""
+        return self.rebuild is not None
 
     def mask(self, stop_token_ids: Iterable[int]) -> GrammarMask:
         """Return the mask of a new choice. stop_token_ids: tokens that may end it where the grammar may end."""
-        ends = bits_of(stop_token_ids, self._vocab_size)
-        return GrammarMask(self._matcher.deep_copy(), tokens=self._tokens, ends=ends, rebuild=self._rebuild)
+        ends = bits_of(stop_token_ids, self.vocab_size)
+        return GrammarMask(matcher=self.matcher.deep_copy(), tokens=self.tokens, ends=ends, rebuild=self.rebuild)
 
 
 def _open_tokenizer(model_dir: Path, vocab_size: int) -> tuple[LLTokenizer | None, dict[str, int]]:

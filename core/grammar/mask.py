@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from llguidance import LLMatcher
@@ -17,30 +17,20 @@ from core.types.request import ThinkingBudget
 # A mask takes about 40 us. One that repeatedly costs ten times as much delays every other row of its steps.
 _FREE_S, _S_PER_MASK = 0.5, 0.0005
 _FULL = ("too many states", "too many expressions")  # errors of a matcher whose lexer cache is full
-_NEVER = 1 << 62  # tokens
 
 
+@dataclass(eq=False, kw_only=True)
 class GrammarMask:
     """Implementation of engine.sampling.params.TokenMask for one append-only sequence. Owned by its step thread."""
 
-    def __init__(
-        self,
-        matcher: LLMatcher,
-        *,
-        tokens: NDArray[np.uint32],
-        ends: NDArray[np.uint32],
-        rebuild: Callable[[], LLMatcher] | None = None,
-    ) -> None:
-        """tokens: bitmask of the model's tokens, without the matcher's end token. ends: bitmask of the tokens that may
-        end the sequence where the grammar may end. rebuild: returns a fresh matcher when this one is full; None if
-        that is slow."""
-        self.failure = ""
-        self._matcher = matcher
-        self._tokens = tokens
-        self._ends = ends
-        self._rebuild = rebuild
-        self._num_taken = 0  # tokens consumed by the matcher
-        self._cost = _Cost()  # shared with the forks
+    matcher: LLMatcher
+    tokens: NDArray[np.uint32]  # bitmask of the model's tokens, without the matcher's end token
+    ends: NDArray[np.uint32]  # bitmask of the tokens that may end the sequence where the grammar may end
+    # Return a fresh matcher when this one is full; None if that is slow.
+    rebuild: Callable[[], LLMatcher] | None = None
+    failure: str = ""
+    num_taken: int = 0  # tokens consumed by the matcher
+    cost: _Cost = field(default_factory=lambda: _Cost())  # shared with the forks
 
     def may_forbid(self, tokens: Sequence[int], start: int, num_in_flight: int) -> bool:
         return True
@@ -49,36 +39,34 @@ class GrammarMask:
         """Return the mask of the next token; all zero if `failure` is set."""
         begin = time.thread_time()
         words = self._allowed(tokens, start)
-        if self._rebuild and any(error in self.failure for error in _FULL):
-            self._matcher, self._num_taken, self.failure = self._rebuild(), 0, ""
+        if self.rebuild and any(error in self.failure for error in _FULL):
+            self.matcher, self.num_taken, self.failure = self.rebuild(), 0, ""
             words = self._allowed(tokens, start)
-        self._check(self._cost.is_borne(time.thread_time() - begin), "computing its masks takes too long")
+        self._check(self.cost.is_borne(time.thread_time() - begin), "computing its masks takes too long")
         return words if not self.failure else words * 0
 
     def only(self, tokens: Sequence[int], start: int) -> int | None:
         """Return the next token if the grammar forces one. Faster than `allowed`: such a mask takes 5 us."""
         begin = time.thread_time()
         found = self._only(tokens, start)
-        is_borne = self._cost.is_borne(time.thread_time() - begin, num_masks=int(found is not None))
+        is_borne = self.cost.is_borne(time.thread_time() - begin, num_masks=int(found is not None))
         self._check(is_borne, "computing its masks takes too long")
         return found if not self.failure else None
 
     def take(self, tokens: Sequence[int], start: int) -> None:
         """Consume the new tokens of tokens[start:]."""
-        new = list(tokens[start + self._num_taken :])
+        new = list(tokens[start + self.num_taken :])
         if new:
-            self._matcher.consume_tokens(new)
-            self._num_taken += len(new)
-            self._check(not self._matcher.is_error(), "")
+            self.matcher.consume_tokens(new)
+            self.num_taken += len(new)
+            self._check(not self.matcher.is_error(), "")
 
     def fork(self) -> GrammarMask:
         """Return a copy for another sequence with the same tokens so far."""
-        twin = GrammarMask(self._matcher.deep_copy(), tokens=self._tokens, ends=self._ends, rebuild=self._rebuild)
-        twin.failure, twin._num_taken, twin._cost = self.failure, self._num_taken, self._cost
-        return twin
+        return replace(self, matcher=self.matcher.deep_copy())
 
     def _allowed(self, tokens: Sequence[int], start: int) -> NDArray[np.int32]:
-        words: NDArray[np.int32] = np.zeros(len(self._ends), dtype=np.int32)
+        words: NDArray[np.int32] = np.zeros(len(self.ends), dtype=np.int32)
         if not self.failure:
             self.take(tokens, start)
         if not self.failure:
@@ -89,11 +77,11 @@ class GrammarMask:
         """Return the forced token. Forced bytes may have several tokenizations, so the mask must have one bit."""
         if not self.failure:
             self.take(tokens, start)
-        is_forced = not self.failure and (self._matcher.compute_ff_tokens() or self._matcher.is_stopped())
-        self._check(not self._matcher.is_error(), "")
+        is_forced = not self.failure and (self.matcher.compute_ff_tokens() or self.matcher.is_stopped())
+        self._check(not self.matcher.is_error(), "")
         if self.failure or not is_forced:
             return None
-        words = np.zeros(len(self._ends), dtype=np.int32)
+        words = np.zeros(len(self.ends), dtype=np.int32)
         self._fill(words)
         places = np.flatnonzero(words)
         if len(places) != 1 or (bits := int(words.view(np.uint32)[places[0]])) & (bits - 1):
@@ -101,16 +89,16 @@ class GrammarMask:
         return int(places[0]) * 32 + bits.bit_length() - 1
 
     def _fill(self, words: NDArray[np.int32]) -> None:
-        fill_next_token_bitmask(self._matcher, words.reshape(1, -1))
+        fill_next_token_bitmask(self.matcher, words.reshape(1, -1))
         bits = words.view(np.uint32)
-        bits &= self._tokens
-        if self._matcher.is_accepting():
-            bits |= self._ends
+        bits &= self.tokens
+        if self.matcher.is_accepting():
+            bits |= self.ends
         self._check(bool(bits.any()), "nothing fits")
 
     def _check(self, is_met: bool, why: str) -> None:
         if not is_met and not self.failure:
-            error = self._matcher.get_error().partition("\n")[0]
+            error = self.matcher.get_error().partition("\n")[0]
             self.failure = f"the grammar allows no further token: {error or why}"
 
 
@@ -137,45 +125,50 @@ def bits_of(token_ids: Iterable[int], vocab_size: int) -> NDArray[np.uint32]:
     return words
 
 
+@dataclass(eq=False)
 class ThinkingMask:
     """Implementation of engine.sampling.params.TokenMask for one append-only sequence, around the mask of its grammar.
     Owned by its step thread.
 
-    Its state is a function of the tokens so far, so a migrated or retried sequence continues alike.
+    Parses the thinking as frontend.parsers.thinking does on text: it starts after the token that completes the opening
+    marker and ends with the one that completes the closing marker. The state is a function of the tokens so far, so a
+    migrated or retried sequence continues alike.
     """
 
-    def __init__(
-        self,
-        budget: ThinkingBudget,
-        *,
-        bytes_of: Callable[[int], bytes],
-        vocab_size: int,
-        grammar: GrammarMask | None = None,
-    ) -> None:
-        """bytes_of: bytes of a token. vocab_size: bits of a mask. grammar: of the whole output, thinking included."""
-        self._budget = budget
-        self._bytes_of = bytes_of
-        self._vocab_size = vocab_size
-        self._grammar = grammar
-        self._thinking = _Thinking(budget, bytes_of, finishes_characters=grammar is not None)
+    budget: ThinkingBudget
+    bytes_of: Callable[[int], bytes]  # bytes of a token
+    vocab_size: int  # bits of a mask
+    grammar: GrammarMask | None = None  # of the whole output, thinking included
+
+    def __post_init__(self) -> None:
+        self._num_seen = 0  # tokens
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._held = ""  # text that may contain the start of a marker
+        self._begin: int | None = 0 if self.budget.is_open else None  # index of the first thinking token
+        self._is_over = False  # the thinking ended, or there is none
+        self._num_late = 0  # tokens beyond the budget that complete a character
 
     @property
     def failure(self) -> str:
-        return self._grammar.failure if self._grammar else ""
+        return self.grammar.failure if self.grammar else ""
 
     def may_forbid(self, tokens: Sequence[int], start: int, num_in_flight: int) -> bool:
         """Return whether a mask is needed. Without a grammar, only near the end of the thinking; other steps may be
         scheduled asynchronously."""
-        if self._grammar is not None:
+        if self.grammar is not None:
             return True
-        self._thinking.take(tokens, start)
-        return self._thinking.num_seen + num_in_flight >= self._thinking.earliest_end
+        self.take(tokens, start)
+        if self._is_over:
+            return False
+        # The earliest token at which one is forced.
+        begin = self._num_seen + 1 if self._begin is None else self._begin
+        return self._num_seen + num_in_flight >= begin + self.budget.num_tokens
 
     def allowed(self, tokens: Sequence[int], start: int) -> NDArray[np.int32]:
         forced = self._forced(tokens, start)
-        if forced is None and self._grammar is not None:
-            return self._grammar.allowed(tokens, start)
-        words: NDArray[np.int32] = np.full((self._vocab_size + 31) // 32, -1, dtype=np.int32)
+        if forced is None and self.grammar is not None:
+            return self.grammar.allowed(tokens, start)
+        words: NDArray[np.int32] = np.full((self.vocab_size + 31) // 32, -1, dtype=np.int32)
         if forced is not None:
             words[:] = 0
             words.view(np.uint32)[forced >> 5] = 1 << (forced & 31)
@@ -183,87 +176,50 @@ class ThinkingMask:
 
     def only(self, tokens: Sequence[int], start: int) -> int | None:
         forced = self._forced(tokens, start)
-        if forced is None and self._grammar is not None:
-            return self._grammar.only(tokens, start)
+        if forced is None and self.grammar is not None:
+            return self.grammar.only(tokens, start)
         return forced
 
     def take(self, tokens: Sequence[int], start: int) -> None:
         """Consume the new tokens of tokens[start:]."""
-        self._thinking.take(tokens, start)
-
-    def fork(self) -> ThinkingMask:
-        """Return a copy. Its thinking parser starts over and reads the tokens again; at a fork there are hardly any."""
-        grammar = self._grammar.fork() if self._grammar else None
-        return ThinkingMask(self._budget, bytes_of=self._bytes_of, vocab_size=self._vocab_size, grammar=grammar)
-
-    def _forced(self, tokens: Sequence[int], start: int) -> int | None:
-        self._thinking.take(tokens, start)
-        return self._thinking.forced
-
-
-class _Thinking:
-    """Parser of the thinking part, equivalent to frontend.parsers.thinking on text: thinking starts after the token
-    that completes the opening marker and ends with the one that completes the closing marker."""
-
-    def __init__(self, budget: ThinkingBudget, bytes_of: Callable[[int], bytes], *, finishes_characters: bool) -> None:
-        """finishes_characters: never end within a multi-token character, which takes up to 3 more tokens. Needed with a
-        grammar, which would reject the incomplete character."""
-        self.num_seen = 0
-        self._budget = budget
-        self._bytes_of = bytes_of
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._held = ""  # text that may contain the start of a marker
-        self._begin: int | None = 0 if budget.is_open else None  # index of the first thinking token
-        self._is_over = False  # the thinking ended, or there is none
-        self._finishes_characters = finishes_characters
-        self._num_late = 0  # tokens beyond the budget that complete a character
-
-    def take(self, tokens: Sequence[int], start: int) -> None:
-        """Consume the new tokens of tokens[start:]."""
         num_tokens = len(tokens) - start
-        while self.num_seen < num_tokens and not self._is_over:
-            self._held += self._decoder.decode(self._bytes_of(tokens[start + self.num_seen]))
-            self.num_seen += 1
+        while self._num_seen < num_tokens and not self._is_over:
+            self._held += self._decoder.decode(self.bytes_of(tokens[start + self._num_seen]))
+            self._num_seen += 1
             if self._begin is None:
                 self._look_for_opening()
             if self._begin is not None:
                 self._look_for_closing(self._begin)
-                self._num_late += self._finishes_characters and self._is_cut(self._begin)
-        self.num_seen = num_tokens
+        self._num_seen = num_tokens
 
-    @property
-    def forced(self) -> int | None:
-        """Next token if it belongs to the forced end of the thinking."""
+    def fork(self) -> ThinkingMask:
+        """Return a copy. It starts over and reads the tokens again; at a fork there are hardly any."""
+        return replace(self, grammar=self.grammar.fork() if self.grammar else None)
+
+    def _forced(self, tokens: Sequence[int], start: int) -> int | None:
+        """Return the next token if it belongs to the forced end of the thinking."""
+        self.take(tokens, start)
         if self._is_over or self._begin is None:
             return None
         number = self._num_over(self._begin)
-        return self._budget.closing_ids[number] if number >= 0 else None
-
-    @property
-    def earliest_end(self) -> int:
-        """Minimum number of generated tokens at which one is forced."""
-        if self._is_over:
-            return _NEVER
-        begin = self.num_seen + 1 if self._begin is None else self._begin
-        return begin + self._budget.num_tokens
+        return self.budget.closing_ids[number] if number >= 0 else None
 
     def _look_for_opening(self) -> None:
         self._held = self._held.lstrip()
-        opening = self._budget.opening
+        opening = self.budget.opening
         if self._held.startswith(opening):
-            self._begin, self._held = self.num_seen, self._held.removeprefix(opening)
+            self._begin, self._held = self._num_seen, self._held.removeprefix(opening)
         elif not opening.startswith(self._held):
             self._is_over = True
 
     def _look_for_closing(self, begin: int) -> None:
-        closing = self._budget.closing
-        self._is_over = closing in self._held or self._num_over(begin) >= len(self._budget.closing_ids)
+        closing = self.budget.closing
+        self._is_over = closing in self._held or self._num_over(begin) >= len(self.budget.closing_ids)
         self._held = self._held[1 - len(closing) :] if len(closing) > 1 else ""
-
-    def _is_cut(self, begin: int) -> bool:
-        """Return whether the thinking would end in the middle of a character."""
-        return self._num_over(begin) == 0 and bool(self._decoder.getstate()[0])
+        # A grammar would reject the end within a multi-token character, which takes up to 3 more tokens.
+        if self.grammar and self._num_over(begin) == 0 and self._decoder.getstate()[0]:
+            self._num_late += 1
 
     def _num_over(self, begin: int) -> int:
         """Return the number of tokens beyond the budget; negative while the budget lasts."""
-        return self.num_seen - begin - self._budget.num_tokens - self._num_late
+        return self._num_seen - begin - self.budget.num_tokens - self._num_late

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -13,6 +14,7 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
+from cryptography.hazmat.primitives.asymmetric.types import CertificatePublicKeyTypes
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from core.identity.credentials import Certificate, TlsCredentials
@@ -31,39 +33,30 @@ _OPEN_TO_OTHERS = 0o077
 _SigningKey = ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey | ed25519.Ed25519PrivateKey
 
 
+@dataclass(frozen=True, eq=False)
 class Authority:
     """Certificate authority with its private key. Any holder of this object can issue certificates."""
 
-    def __init__(self, key: _SigningKey, chain: Sequence[x509.Certificate], roots: Sequence[x509.Certificate]) -> None:
-        """chain: the certificate of `key`, then the intermediates up to one of `roots`."""
-        self._key = key
-        self._chain = chain
-        self._roots = roots
+    _key: _SigningKey
+    _chain: Sequence[x509.Certificate]  # the certificate of the key, then the intermediates up to one of the roots
+    _roots: Sequence[x509.Certificate]
 
     @classmethod
     def create(cls, deployment: str) -> Authority:
-        """Generate an authority with a new key."""
         key = ec.generate_private_key(ec.SECP256R1())
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"xpyd {deployment}")])
         now = _now()
-        root = (
-            x509.CertificateBuilder()
-            .subject_name(name)
-            .issuer_name(name)
-            .public_key(key.public_key())
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(now - _OWN_LIFE)  # clocks may be set back after this
-            .not_valid_after(now + _OWN_LIFE)
-            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-            .add_extension(_usage(signs=True), critical=True)
-            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-            .sign(key, hashes.SHA256())
-        )
+        begin, end = now - _OWN_LIFE, now + _OWN_LIFE  # from the past: clocks may be set back after this
+        builder = _builder(name, issuer=name, key=key.public_key(), begin=begin, end=end, signs=True)
+        identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
+        root = builder.add_extension(identifier, critical=False).sign(key, hashes.SHA256())
         return cls(key, [root], [root])
 
     @classmethod
-    def from_files(cls, *, ca: str, certificate: str, key: str) -> Authority:
+    def from_files(cls, security: SecuritySpec) -> Authority:
         """Read an operator's authority: `certificate` is a CA issued by `ca`. Raises SpecError that names the file."""
+        ca, certificate, key = security.ca, security.certificate, security.key
+        assert ca and certificate and key, "the spec is validated"
         roots, chain = _read_certificates("ca", ca), _read_certificates("certificate", certificate)
         authority = cls(_read_key(key), chain, roots)
         authority._check(certificate, key)
@@ -71,7 +64,6 @@ class Authority:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Authority:
-        """Parse the result of to_json."""
         tree = json.loads(text)
         key = serialization.load_pem_private_key(tree["key"].encode(), password=None)
         assert isinstance(key, ec.EllipticCurvePrivateKey)
@@ -80,10 +72,7 @@ class Authority:
 
     def to_json(self) -> str:
         """Serialize an authority made by create(), private key included."""
-        key = self._key.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        )
-        return json.dumps({"key": key.decode(), "certificate": _pem(self._roots).decode()})
+        return json.dumps({"key": _private_pem(self._key).decode(), "certificate": _pem(self._roots).decode()})
 
     def issue(self, name: ProcessName, request: bytes, *, life_s: float = LIFE_S) -> Certificate:
         """Issue a certificate for the key of this request (PEM). All other fields of the request are ignored.
@@ -96,17 +85,10 @@ class Authority:
         if ends <= now and life_s > 0:
             raise SpecError(f"the authority's own certificate expired on {ends:%Y-%m-%d %H:%M} UTC; renew it")
         names = [x509.UniformResourceIdentifier(name.uri), x509.DNSName(name.host)]
+        begin = min(now, ends) - datetime.timedelta(seconds=_BACKDATED_S)
         leaf = (
-            x509.CertificateBuilder()
-            .subject_name(x509.Name([]))
-            .issuer_name(issuer.subject)
-            .public_key(csr.public_key())
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(min(now, ends) - datetime.timedelta(seconds=_BACKDATED_S))
-            .not_valid_after(ends)
+            _builder(x509.Name([]), issuer=issuer.subject, key=csr.public_key(), begin=begin, end=ends, signs=False)
             .add_extension(x509.SubjectAlternativeName(names), critical=True)
-            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-            .add_extension(_usage(signs=False), critical=True)
             .add_extension(_PURPOSES, critical=False)
             .sign(self._key, None if isinstance(self._key, ed25519.Ed25519PrivateKey) else hashes.SHA256())
         )
@@ -126,19 +108,10 @@ class Authority:
         if not is_issuer:
             _reject("certificate", certificate, "is not a CA certificate (CA:TRUE); use an intermediate authority's")
         if not _is_path(self._chain, self._roots):
-            _reject(
-                "certificate",
-                certificate,
-                "is not issued by security.ca; add the intermediate certificates to this file",
-            )
+            text = "is not issued by security.ca; add the intermediate certificates to this file"
+            _reject("certificate", certificate, text)
         if min(link.not_valid_after_utc for link in self._chain) <= _now():
             _reject("certificate", certificate, "has expired")
-
-
-def open_files(security: SecuritySpec) -> Authority:
-    """Read an operator's authority from files on this machine. Raises SpecError."""
-    assert security.ca and security.certificate and security.key, "the spec is validated"
-    return Authority.from_files(ca=security.ca, certificate=security.certificate, key=security.key)
 
 
 class KeyPair:
@@ -152,26 +125,34 @@ class KeyPair:
 
     def tls_credentials(self, certificate: Certificate) -> TlsCredentials:
         """Combine the key with the certificate issued for `request`."""
-        key = self._key.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        )
-        return TlsCredentials(certificate=certificate, key=key)
+        return TlsCredentials(certificate=certificate, key=_private_pem(self._key))
 
 
 _PURPOSES = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
 
 
-def _usage(*, signs: bool) -> x509.KeyUsage:
-    return x509.KeyUsage(
-        digital_signature=not signs,
-        key_cert_sign=signs,
-        crl_sign=signs,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        encipher_only=False,
-        decipher_only=False,
+def _builder(
+    subject: x509.Name,
+    *,
+    issuer: x509.Name,
+    key: CertificatePublicKeyTypes,
+    begin: datetime.datetime,
+    end: datetime.datetime,
+    signs: bool,
+) -> x509.CertificateBuilder:
+    """Return a certificate without its signature. key: of the subject. signs: it is an authority's."""
+    unused = ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement", "encipher_only")
+    usage = {"digital_signature": not signs, "key_cert_sign": signs, "crl_sign": signs, "decipher_only": False}
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(begin)
+        .not_valid_after(end)
+        .add_extension(x509.BasicConstraints(ca=signs, path_length=0 if signs else None), critical=True)
+        .add_extension(x509.KeyUsage(**usage, **dict.fromkeys(unused, False)), critical=True)
     )
 
 
@@ -233,6 +214,12 @@ def _reject(field: str, path: str, why: str) -> NoReturn:
 
 def _pem(certificates: Sequence[x509.Certificate]) -> bytes:
     return b"".join(certificate.public_bytes(serialization.Encoding.PEM) for certificate in certificates)
+
+
+def _private_pem(key: _SigningKey) -> bytes:
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
 
 
 def _now() -> datetime.datetime:

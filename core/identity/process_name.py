@@ -52,7 +52,6 @@ class ProcessName:
 
     @property
     def router(self) -> str:
-        """Name of a router."""
         assert self.is_router, self
         return self.member
 
@@ -62,12 +61,10 @@ class ProcessName:
 
     @property
     def replica(self) -> str:
-        """Replica of a rank."""
         assert not self.is_router, self
         return self.group
 
     @property
     def rank(self) -> int:
-        """Rank number within its replica."""
         assert not self.is_router, self
         return int(self.member)

@@ -17,7 +17,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from core.identity.signing import is_signed, sign
+from core.identity.deployment_secrets import is_signed, sign
 from core.index.redis_client import repaired
 from core.types.api_key import KeyRegistry
 

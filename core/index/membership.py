@@ -21,7 +21,7 @@ from enum import StrEnum
 from redis import Redis as BlockingRedis
 from redis.asyncio import Redis
 
-from core.identity.signing import signed, verified
+from core.identity.deployment_secrets import signed, verified
 from core.index.redis_client import LeasedRecords
 from core.model.kv_memory import AnnouncedPool
 from core.types.json_records import known_fields

@@ -14,7 +14,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from core.identity.signing import signed, verified
+from core.identity.deployment_secrets import signed, verified
 from core.index.redis_client import repaired
 from core.types.revisions import RevisionCounts, RevisionTable, counts_from_json, counts_to_json
 

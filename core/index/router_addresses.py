@@ -14,7 +14,7 @@ import json
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from core.identity.signing import signed, verified
+from core.identity.deployment_secrets import signed, verified
 from core.index.redis_client import LeasedRecords, RedisReach
 
 _LEASE_S, _RENEW_S = 10.0, 3.0

@@ -36,8 +36,7 @@ from core.model.gguf_import import IMPORT_VERSION, import_gguf
 from core.model.tokenizer_file import check_tokenizer
 from core.model.weight_files import locate_tensors, weight_files
 from core.model.weight_formats import check_format
-from core.process.atomic_file import move_whole
-from core.process.user_dirs import user_dir
+from core.process.atomic_file import move_whole, user_dir
 from core.types.errors import SpecError
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Atomic writes of files and directories that also survive a power failure.
+"""Atomic writes of files and directories that also survive a power failure; and the directories of this process's user.
 
 A rename alone is not enough: it may reach the disk before the file's content does.
 """
@@ -10,7 +10,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from core.types.errors import DeployError
+from core.types.errors import DeployError, SpecError
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -53,3 +53,18 @@ def _sync(path: Path) -> None:
 def _sync_directory(path: Path) -> None:
     with suppress(OSError):  # some filesystems cannot sync a directory; the rename itself succeeded
         _sync(path)
+
+
+def user_dir(variable: str, *below_home: str) -> Path:
+    """Return the absolute directory that the environment variable names, or the one below the user's home.
+
+    Raises SpecError if there is neither, as for a container's user id without a passwd entry.
+    """
+    if directory := os.environ.get(variable):
+        return Path(directory).expanduser().absolute()
+    try:
+        return Path.home().joinpath(*below_home)
+    except RuntimeError:
+        raise SpecError(
+            f"HOME is not set and user id {os.getuid()} has no passwd entry; set {variable} to a writable directory"
+        ) from None

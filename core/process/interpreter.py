@@ -27,11 +27,6 @@ def spare_the_old() -> None:
     gc.set_threshold(_MANY, *gc.get_threshold()[1:])
 
 
-def collect_the_new() -> None:
-    """Collect the garbage created since `spare_the_old`. Takes milliseconds as a rule."""
-    gc.collect()
-
-
 def take_short_turns() -> None:
     """Shorten the switch interval, for a process that runs a step thread beside an event loop.
 

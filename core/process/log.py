@@ -32,7 +32,6 @@ def find_logs(log_dir: str, who: str) -> list[Path]:
 
 
 def clear_logs(log_dir: str) -> None:
-    """Delete all logs and create an empty directory."""
     shutil.rmtree(log_dir, ignore_errors=True)
     Path(log_dir).mkdir(parents=True, exist_ok=True, mode=0o700)
 

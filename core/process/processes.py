@@ -20,20 +20,19 @@ ENDINGS = (signal.SIGTERM, signal.SIGHUP)
 _PAUSE_S = 0.02
 _KILL_S = 5.0  # a process in disk wait does not die at once
 _BEGIN_S = 1.0  # limit of an exec on a busy machine
+_ENDED = ("Z", "X")  # states
 _IS_OF_THE_KERNEL = 0x00200000  # PF_KTHREAD in a process's flags
 
 
 def marked(mark: str) -> list[int]:
     """Return the live processes that were started with `mark`, a NAME=VALUE, in their environment."""
-    pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
-    return [pid for pid in pids if has_mark(pid, mark)]
+    return [pid for pid in _pids() if has_mark(pid, mark)]
 
 
 def has_mark(pid: int, mark: str) -> bool:
     """Return whether the process is alive and was started with `mark`."""
-    path = Path(f"/proc/{pid}")
     try:
-        return mark.encode() in _environment(path).split(b"\0") and _is_alive(path)
+        return mark.encode() in _environment(pid).split(b"\0") and _stat(pid)[0] not in _ENDED
     except OSError:  # it has exited, or belongs to another user
         return False
 
@@ -68,14 +67,13 @@ def end(mark: str, *, grace_s: float) -> list[int]:
 
 def stopped() -> list[int]:
     """Return the processes that a signal (SIGSTOP) has stopped."""
-    pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
-    return [pid for pid in pids if _state(pid) == "T"]
+    return [pid for pid in _pids() if _state(pid) == "T"]
 
 
 def start_time(pid: int) -> int | None:
     """Return a process's start time in ticks since boot, which together with the pid is unique; None if it exited."""
     try:
-        return int(_stat(Path(f"/proc/{pid}"))[19])
+        return int(_stat(pid)[19])
     except OSError:
         return None
 
@@ -83,10 +81,11 @@ def start_time(pid: int) -> int | None:
 def children(pid: int) -> list[int]:
     """Return the live direct children of a process."""
     found = []
-    for path in Path("/proc").glob("[0-9]*"):
+    for other in _pids():
         with contextlib.suppress(OSError):
-            if int(_stat(path)[1]) == pid and _is_alive(path):
-                found.append(int(path.name))
+            stat = _stat(other)
+            if int(stat[1]) == pid and stat[0] not in _ENDED:
+                found.append(other)
     return found
 
 
@@ -98,21 +97,13 @@ def title(pid: int) -> str:
         return ""
 
 
-def resident_bytes(pid: int) -> int:
-    """Return the resident memory in bytes; 0 if the process has exited."""
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0
-
-
 def _signal(pids: list[int], number: signal.Signals) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
 
 
-def _environment(path: Path) -> bytes:
+def _environment(pid: int) -> bytes:
     """Read the environment. Raises OSError if it is not readable.
 
     During an exec the environment reads as empty although the parent's call has returned already; this waits for the
@@ -120,30 +111,26 @@ def _environment(path: Path) -> bytes:
     """
     give_up_at = time.monotonic() + _BEGIN_S
     while True:
-        was_beginning = _is_beginning(path)
-        environment = (path / "environ").read_bytes()
-        if environment or not was_beginning or time.monotonic() > give_up_at:
+        stat = _stat(pid)
+        # In the middle of an exec, without an environment yet.
+        is_beginning = stat[0] not in _ENDED and stat[48] == "0" and not int(stat[6]) & _IS_OF_THE_KERNEL
+        environment = Path(f"/proc/{pid}/environ").read_bytes()
+        if environment or not is_beginning or time.monotonic() > give_up_at:
             return environment
         time.sleep(0.001)
 
 
-def _is_beginning(path: Path) -> bool:
-    """Return whether the process is in the middle of an exec and has no environment yet."""
-    stat = _stat(path)
-    return stat[0] not in ("Z", "X") and stat[48] == "0" and not int(stat[6]) & _IS_OF_THE_KERNEL
-
-
 def _state(pid: int) -> str:
     try:
-        return _stat(Path(f"/proc/{pid}"))[0]
+        return _stat(pid)[0]
     except OSError:  # it has exited
         return ""
 
 
-def _is_alive(path: Path) -> bool:
-    return _stat(path)[0] not in ("Z", "X")
-
-
-def _stat(path: Path) -> list[str]:
+def _stat(pid: int) -> list[str]:
     """Return the fields after the command name, which may contain any character."""
-    return (path / "stat").read_text().rpartition(")")[2].split()
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def _pids() -> list[int]:
+    return [int(path.name) for path in Path("/proc").glob("[0-9]*")]

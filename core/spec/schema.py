@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ValidationInfo,
@@ -61,9 +62,17 @@ def is_fetched(source: str) -> bool:
     return source.startswith(("pypi:", "hf:"))
 
 
+# YAML reads a bare off as false.
+_OffIsAWord = BeforeValidator(lambda value: "off" if value is False else value)
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().absolute())
+
+
 def _whole_path(source: str) -> str:
     """Make a path absolute: processes on other hosts and later commands have other working directories."""
-    return source if is_fetched(source) or not source else str(Path(source).expanduser().absolute())
+    return source if is_fetched(source) or not source else _absolute(source)
 
 
 Source = Annotated[str, AfterValidator(_whole_path)]
@@ -116,8 +125,7 @@ class ModelSpec(_Section):
     @field_validator("chat_template")
     @classmethod
     def _template_or_file(cls, value: str | None) -> str | None:
-        is_file = value is not None and "{{" not in value and "{%" not in value
-        return str(Path(value or "").expanduser().absolute()) if is_file else value
+        return value if value is None or "{{" in value or "{%" in value else _absolute(value)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -256,16 +264,12 @@ class DecodePoolSpec(PoolSpec):
     """Slots per layer for copies of the most used experts. Needs `expert_parallel: true`."""
 
     @model_validator(mode="after")
-    def _prompts_have_room_in_a_step(self) -> DecodePoolSpec:
+    def _sizes_fit(self) -> DecodePoolSpec:
         if self.max_running >= self.max_batch_tokens:
             raise ValueError(
                 f"max_batch_tokens: {self.max_batch_tokens} must be above max_running: "
                 f"{self.max_running}, or prompts have no room in a step; make it larger"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _redundant_experts_are_whole(self) -> DecodePoolSpec:
         if self.redundant_experts and not self.expert_parallel:
             raise ValueError("redundant_experts: only with expert_parallel: true, where ranks hold experts whole")
         return self
@@ -277,21 +281,18 @@ class EngineSpec(_Section):
     deterministic: bool = False
     """Generate the same tokens for a request independently of batching, chunking and replica. Needs CPUs of one kind
     and bfloat16; specs that cannot guarantee it are rejected."""
-    cuda_graphs: Literal["auto", "off"] = "auto"
+    cuda_graphs: Annotated[Literal["auto", "off"], _OffIsAWord] = "auto"
     """`auto`: on GPUs, decode steps are captured as CUDA graphs when a replica starts, which takes seconds and some
     memory beside the pool. `off`: each kernel is launched by itself. If a capture fails, the log has the reason."""
-
-    @field_validator("cuda_graphs", mode="before")
-    @classmethod
-    def _off_is_a_word(cls, value: Any) -> Any:
-        return "off" if value is False else value  # YAML reads a bare off as false
 
 
 class SpeculationSpec(_Section):
     """Speculative decoding: decode replicas draft tokens and verify them in the next step. Answers are token for token
     the same as without it."""
 
-    method: Literal["off", "ngram", "suffix", "draft", "self", "medusa", "eagle", "mtp", "auto"] = "off"
+    method: Annotated[
+        Literal["off", "ngram", "suffix", "draft", "self", "medusa", "eagle", "mtp", "auto"], _OffIsAWord
+    ] = "off"
     """Draft method. `ngram`: continuation of the last tokens' earlier occurrence in prompt or answer. `suffix`: also in
     the same tenant's answers that the replica has finished. Both suit answers that repeat existing text (edits, code).
     `draft`: a smaller model with the same tokenizer, see `model`, on rank 0 of each decode replica. `self`: the model
@@ -305,11 +306,6 @@ class SpeculationSpec(_Section):
     own MTP layer; or null."""
     max_tokens: Annotated[Tokens, Field(ge=1, le=64)] = 16
     """Maximum draft length per choice and step. The actual length depends on the acceptance rate and on step times."""
-
-    @field_validator("method", mode="before")
-    @classmethod
-    def _off_is_a_word(cls, value: Any) -> Any:
-        return "off" if value is False else value  # YAML reads a bare off as false
 
     @model_validator(mode="after")
     def _draft_source_is_given(self) -> SpeculationSpec:
@@ -401,7 +397,7 @@ class RouterSpec(_Section):
     @field_validator("tls_cert", "tls_key")
     @classmethod
     def _wherever_it_is_read_from(cls, value: str | None) -> str | None:
-        return str(Path(value).expanduser().absolute()) if value else None
+        return _absolute(value) if value else None
 
     @model_validator(mode="after")
     def _certificate_and_key_come_together(self) -> RouterSpec:
@@ -447,7 +443,7 @@ class TracingSpec(_Section):
 class SecuritySpec(_Section):
     """Authentication between the processes of a deployment. For clients see `router`."""
 
-    tls: Literal["auto", "files", "off"] = "auto"
+    tls: Annotated[Literal["auto", "files", "off"], _OffIsAWord] = "auto"
     """`auto`: the deployment has its own certificate authority; processes get certificates for one day and renew them.
     All internal calls use mutual TLS, and each RPC accepts only the processes that need it. `files`: the same with your
     own authority. `off`: calls are in clear text and open to anyone who reaches a port; for benchmarks."""
@@ -458,11 +454,6 @@ class SecuritySpec(_Section):
     files are read on Ray's head for each new certificate, so they can be replaced at any time."""
     key: str | None = None
     """With `files`: private key of `certificate`, an unencrypted PEM file that only its owner can read."""
-
-    @field_validator("tls", mode="before")
-    @classmethod
-    def _off_is_a_word(cls, value: Any) -> Any:
-        return "off" if value is False else value  # YAML reads a bare off as false
 
     @model_validator(mode="after")
     def _files_are_for_files(self) -> SecuritySpec:
@@ -564,27 +555,18 @@ class Spec(_Section):
         raise ValueError("must be 'embedded' or a redis://, rediss:// or unix:// URL")
 
     @model_validator(mode="after")
-    def _only_tcp_is_encrypted(self) -> Spec:
-        if self.kv.encrypt and (
-            self.kv.host_link != "tcp" or self.prefill.resources.gpus or self.decode.resources.gpus
-        ):
+    def _sections_fit(self) -> Spec:
+        has_gpus = self.prefill.resources.gpus or self.decode.resources.gpus
+        if self.kv.encrypt and (self.kv.host_link != "tcp" or has_gpus):
             raise ValueError(
                 "kv.encrypt: only the tcp link supports it; set kv.host_link: tcp and use pools without GPUs"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _some_link_carries_blocks(self) -> Spec:
         with_gpus = {bool(pool.resources.gpus) for pool in (self.prefill, self.decode) if pool.replicas}
         if len(with_gpus) > 1:
             raise ValueError(
                 "prefill.resources.gpus and decode.resources.gpus: no link carries blocks between a pool with GPUs and "
                 "one without; give both GPUs, or neither"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _own_layers_are_on_one_rank(self) -> Spec:
         if self.speculation.method == "self" and self.decode.tensor_parallel > 1:
             raise ValueError("speculation.method: self needs decode.tensor_parallel: 1; draft runs beside any")
         return self

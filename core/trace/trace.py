@@ -131,20 +131,15 @@ def _mooncake(lines: Iterator[str]) -> Iterator[_Row]:
             tokens_per_id = _count(int(row.get("tokens_per_id", TOKENS_PER_ID)))
             if len(ids) * tokens_per_id < num_tokens:
                 raise ValueError(f"{len(ids)} hash_ids do not cover {num_tokens} tokens")
-            when, num_output = _time(row["timestamp"] / 1e3), _count(int(row["output_length"]))
-            yield when, _count(num_tokens), num_output, ids, tokens_per_id
+            if not math.isfinite(when := row["timestamp"] / 1e3):
+                raise ValueError(f"timestamp {when} is not finite")
+            yield when, _count(num_tokens), _count(int(row["output_length"])), ids, tokens_per_id
 
 
 def _azure(lines: Iterator[str]) -> Iterator[_Row]:
     for row in csv.DictReader(lines):
         when = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
         yield when, _count(int(row["ContextTokens"])), _count(int(row["GeneratedTokens"])), None, TOKENS_PER_ID
-
-
-def _time(when: float) -> float:
-    if not math.isfinite(when):
-        raise ValueError(f"timestamp {when} is not finite")
-    return when
 
 
 def _count(number: int) -> int:

@@ -20,7 +20,7 @@ from frontend.openai.types import MAX_PROMPTS_TIMES_N, ChatBody, TextBody
 from frontend.responses.items import MAX_ID_CHARS
 from frontend.responses.types import ResponsesBody
 from frontend.text import completion_request as rules
-from frontend.text.bad_words import MAX_BAD_WORD_CHARS
+from frontend.text.completion_request import MAX_BAD_WORD_CHARS
 
 _NOT_FOR_CLIENTS = (
     tree.SpecError,

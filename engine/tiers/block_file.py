@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from core.identity.signing import SIGNATURE_BYTES, is_signed, sign
+from core.identity.deployment_secrets import SIGNATURE_BYTES, is_signed, sign
 from engine.kv.layout import KVLayout
 
 VERSION = 2

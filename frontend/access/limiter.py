@@ -135,6 +135,22 @@ class _Used:
     tokens: _Window = field(default_factory=_Window)
     running: set[str] = field(default_factory=set)
 
+    def status(self, now: float) -> LimitStatus:
+        return LimitStatus(
+            num_requests=self.requests.used(now),
+            requests_reset_s=self.requests.reset_s(now),
+            num_tokens=self.tokens.used(now),
+            tokens_reset_s=self.tokens.reset_s(now),
+        )
+
+    def check(self, part: ApiKey, now: float, *, num_requests: int, num_tokens: int) -> None:
+        """Raise RateLimited if the additional requests or tokens exceed a limit."""
+        checks = (("requests", part.rpm, self.requests, num_requests), ("tokens", part.tpm, self.tokens, num_tokens))
+        for kind, limit, window, amount in checks:
+            if limit is not None and amount and (excess := window.used(now) + amount - limit) > 0:
+                retry_s = window.room_in_s(now, excess=excess)
+                raise rejection(part, kind, retry_after_s=retry_s, status=self.status(now))
+
 
 class LocalLimiter:
     """Limiter of one of `num_routers` routers, which share each limit equally. Bound to the event loop."""
@@ -146,23 +162,23 @@ class LocalLimiter:
 
     async def enter(self, key: ApiKey, *, id: str, ahead: int = 0) -> Reservation:
         used, now, part = self._used[key.id], self._now(), self._part_of(key)
-        _check(part, used, now, num_requests=1, num_tokens=1)
+        used.check(part, now, num_requests=1, num_tokens=1)
         if part.concurrency is not None and len(used.running) >= part.concurrency:
-            raise rejection(part, "concurrency", retry_after_s=1.0, status=_status(used, now))
+            raise rejection(part, "concurrency", retry_after_s=1.0, status=used.status(now))
         used.requests.add(int(now), 1)
         used.running.add(id)
         if part.tpm is None or used.tokens.used(now) + 2 * ahead > part.tpm:
             ahead = 0
         used.tokens.add(int(now), ahead)
-        return Reservation(key=key, id=id, second=int(now), num_tokens=ahead, status=_status(used, now))
+        return Reservation(key=key, id=id, second=int(now), num_tokens=ahead, status=used.status(now))
 
     async def charge(self, taken: Reservation, *, num_tokens: int) -> Reservation:
         used, now, part = self._used[taken.key.id], self._now(), self._part_of(taken.key)
         await self.give_back(taken, num_tokens=taken.num_tokens)
         num_tokens = num_tokens if part.tpm is None else min(num_tokens, part.tpm)
-        _check(part, used, now, num_requests=0, num_tokens=max(1, num_tokens))
+        used.check(part, now, num_requests=0, num_tokens=max(1, num_tokens))
         used.tokens.add(int(now), num_tokens)
-        return replace(taken, second=int(now), num_tokens=num_tokens, status=_status(used, now))
+        return replace(taken, second=int(now), num_tokens=num_tokens, status=used.status(now))
 
     async def give_back(self, taken: Reservation, *, num_tokens: int) -> None:
         counted = self._used[taken.key.id].tokens
@@ -183,21 +199,3 @@ class LocalLimiter:
             return None if limit is None else max(1, limit // self._num_routers)
 
         return replace(key, rpm=part(key.rpm), tpm=part(key.tpm), concurrency=part(key.concurrency))
-
-
-def _check(part: ApiKey, used: _Used, now: float, *, num_requests: int, num_tokens: int) -> None:
-    """Raise RateLimited if the additional requests or tokens exceed a limit."""
-    checks = (("requests", part.rpm, used.requests, num_requests), ("tokens", part.tpm, used.tokens, num_tokens))
-    for kind, limit, window, amount in checks:
-        if limit is not None and amount and (excess := window.used(now) + amount - limit) > 0:
-            retry_s = window.room_in_s(now, excess=excess)
-            raise rejection(part, kind, retry_after_s=retry_s, status=_status(used, now))
-
-
-def _status(used: _Used, now: float) -> LimitStatus:
-    return LimitStatus(
-        num_requests=used.requests.used(now),
-        requests_reset_s=used.requests.reset_s(now),
-        num_tokens=used.tokens.used(now),
-        tokens_reset_s=used.tokens.reset_s(now),
-    )

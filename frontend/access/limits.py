@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from redis.exceptions import RedisError
@@ -15,7 +16,6 @@ from redis.exceptions import RedisError
 from core.index.redis_client import RedisReach, is_about_one_key
 from core.types.api_key import ApiKey
 from core.types.errors import ClusterError, RateLimited, RequestError
-from frontend.access.keyring import Client
 from frontend.access.limiter import LEASE_S, Limiter, Reservation, rejection
 from frontend.text.completion import Completion
 
@@ -31,12 +31,7 @@ class Limits:
     not carry over. Bound to the router's event loop."""
 
     def __init__(
-        self,
-        shared: Limiter | None,
-        local: Limiter,
-        *,
-        try_again_s: float = _RETRY_S,
-        ahead_s: float = _HOLD_S,
+        self, shared: Limiter | None, local: Limiter, *, try_again_s: float = _RETRY_S, ahead_s: float = _HOLD_S
     ) -> None:
         """shared: limiter common to all routers; None: only the local one. try_again_s: pause after `shared` failed.
         ahead_s: how long tokens are held for a request whose token count is not known yet."""
@@ -54,12 +49,11 @@ class Limits:
         self._ahead: dict[str, int] = {}  # by key: decaying maximum of the tokens of its latest requests
 
     @asynccontextmanager
-    async def entered(self, client: Client) -> AsyncIterator[RequestContext]:
+    async def entered(self, key: ApiKey | None) -> AsyncIterator[RequestContext]:
         """Hold a concurrency slot for one request for the duration of the block. Enter before its body is read.
 
         Counts as a request whatever its outcome. Raises RateLimited, also if the key has no token left.
         """
-        key = client.key
         if key is None or not key.is_limited:
             yield RequestContext(None, self._take_tokens)
             return
@@ -78,10 +72,7 @@ class Limits:
         """Renew the leases of running requests; those of a dead router expire."""
         while not self._is_closing:  # redis-py may swallow a cancellation
             await asyncio.sleep(LEASE_S / 3)
-            try:
-                await self._renew()
-            except RedisError as error:
-                self._on_redis_error(error)
+            await self._ignoring_redis_errors(self._renew())
 
     def close(self) -> None:
         """Stop renewing."""
@@ -209,22 +200,19 @@ class Limits:
         self._unavailable_until = time.monotonic() + self._try_again_s
 
 
+@dataclass(eq=False)
 class RequestContext:
     """Admitted request with its reservation. Created by Limits, which settles it."""
 
-    def __init__(
-        self, place: Held | None, take_tokens: Callable[[RequestContext, int], Awaitable[Reservation]]
-    ) -> None:
-        """place: None if the key has no limits."""
-        self.place = place
-        self.charging: asyncio.Task[Held] | None = None  # pending charge, if the tokens taken ahead were too few
-        self.is_charged = False
-        self._take_tokens = take_tokens
-        self._completions: Sequence[Completion] = ()
+    place: Held | None  # None: the key has no limits
+    take_tokens: Callable[[RequestContext, int], Awaitable[Reservation]]
+    charging: asyncio.Task[Held] | None = None  # pending charge, if the tokens taken ahead were too few
+    is_charged: bool = False
+    completions: Sequence[Completion] = ()
 
     @property
     def used_tokens(self) -> int:
-        return sum(one.used_tokens for one in self._completions)
+        return sum(one.used_tokens for one in self.completions)
 
     def check(self, num_tokens: int) -> None:
         """Check cheaply, before tokenizing, that the key can pay for `num_tokens` tokens.
@@ -234,10 +222,8 @@ class RequestContext:
         if self.place is None or (taken := self.place[1]).key.tpm is None:
             return
         if num_tokens > taken.key.tpm:
-            raise RequestError(
-                f"prompt: needs at least {num_tokens} tokens; this API key allows {taken.key.tpm} tokens a minute",
-                param="prompt",
-            )
+            text = f"prompt: needs at least {num_tokens} tokens; this API key allows {taken.key.tpm} tokens a minute"
+            raise RequestError(text, param="prompt")
         if num_tokens > taken.key.tpm - taken.with_tokens(0).status.num_tokens:
             retry_s = taken.status.tokens_reset_s
             raise rejection(taken.key, "tokens", retry_after_s=retry_s, status=taken.status)
@@ -249,17 +235,17 @@ class RequestContext:
         Raises RateLimited, or RequestError if the request exceeds the key's tokens per minute. Answers without
         reserved tokens are shortened to fit.
         """
-        self._completions = completions
+        self.completions = completions
         if self.place is None:
             return {}
         _, taken = self.place
         try:
             if taken.key.tpm is not None:
                 _fit(completions, taken.key.tpm)
-                taken = await self._take_tokens(self, sum(one.most_tokens for one in completions))
+                taken = await self.take_tokens(self, sum(one.most_tokens for one in completions))
         except ClusterError as error:
             for one in completions[:1]:  # one request counts once
-                one.reject(error)
+                one.service.reject(one.request, error)
             raise
         return taken.status.headers(taken.key)
 
@@ -268,9 +254,8 @@ def _fit(completions: Sequence[Completion], tpm: int) -> None:
     """Shorten answers without reserved tokens, so that all completions fit into `tpm` tokens. Raises RequestError."""
     num_prompt = sum(len(one.prompt_ids) for one in completions)
     if num_prompt > tpm:
-        raise RequestError(
-            f"prompt: has {num_prompt} tokens; this API key allows {tpm} tokens a minute", param="prompt"
-        )
+        text = f"prompt: has {num_prompt} tokens; this API key allows {tpm} tokens a minute"
+        raise RequestError(text, param="prompt")
     if sum(one.most_tokens for one in completions) <= tpm:
         return
     unbounded = [one for one in completions if not one.request.reserved_tokens]
@@ -278,9 +263,7 @@ def _fit(completions: Sequence[Completion], tpm: int) -> None:
     room = (tpm - num_prompt - named) // max(1, sum(one.num_choices for one in unbounded))
     if not unbounded or room < max(1, *(one.request.min_tokens for one in unbounded)):
         param = completions[0].request.max_tokens_field
-        raise RequestError(
-            f"{param}: prompts and answers together exceed {tpm} tokens a minute, the limit of this API key",
-            param=param,
-        )
+        text = f"{param}: prompts and answers together exceed {tpm} tokens a minute, the limit of this API key"
+        raise RequestError(text, param=param)
     for one in unbounded:
         one.shorten_answers(room)

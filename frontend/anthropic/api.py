@@ -15,7 +15,7 @@ from frontend.http.event_stream import data, json_answer, whole_answer
 from frontend.http.request_contexts import Endpoints, HttpRequestContexts, Opener, client_of
 from frontend.openai.errors import error_body
 from frontend.openai.fields import also_ignored
-from frontend.text.models import Models
+from frontend.text.completion import Models
 
 
 class AnthropicApi:

@@ -9,7 +9,7 @@ from frontend.chat.chat import Chat
 from frontend.parsers.formats import CALL_FORMATS, GENERIC, find_call_format
 from frontend.parsers.harmony import Frame
 from frontend.parsers.thinking import TAGS, THINK, Start, Tags
-from frontend.structured_output.special_tokens import SpecialTokens
+from frontend.structured_output.lark import SpecialTokens
 
 
 @dataclass(frozen=True)

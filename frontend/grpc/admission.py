@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
 from weakref import WeakValueDictionary
@@ -23,7 +23,7 @@ from frontend.grpc.messages import status_of
 
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
 _Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
-Entered: TypeAlias = Callable[[_Context], AbstractAsyncContextManager[None]]
+Entered: TypeAlias = Callable[[_Context], AbstractAsyncContextManager[Any]]
 
 _NOW = 0.0  # a deadline in the past, on the loop's clock
 _FREE_S = 10.0  # time limit of a message for which no key is needed
@@ -72,7 +72,7 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gRPC 
         except ClusterError as error:
             return _rejecting(error)
         rooms = [self._room_of(client.key.id), self._of_all] if client.key else [self._of_all]
-        return _streamed(handler, _Messages(self._within_s, rooms, decode), self._entered.get(call.method, _nothing))
+        return _streamed(handler, _Messages(self._within_s, rooms, decode), self._entered.get(call.method, nullcontext))
 
     def _room_of(self, key_id: str) -> _Room:
         room = self._of_keys.get(key_id) or _Room(_MAX_OF_KEY, self._max_waiting, spared_s=_SPARED * self._within_s)
@@ -81,7 +81,6 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gRPC 
 
 
 def authorization_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> str | None:
-    """Return the call's `authorization` metadata."""
     return next((str(value) for key, value in metadata or () if key == "authorization"), None)
 
 
@@ -144,14 +143,13 @@ class _Room:
             oldest.end(oldest.began_at + self._spared_s)
 
 
+@dataclass(frozen=True)
 class _Messages:
     """Messages of one call, mostly one. Each has a time limit and takes a place in each room while it is received."""
 
-    def __init__(self, within_s: float, rooms: Sequence[_Room], decode: Callable[[bytes], Any]) -> None:
-        """rooms: entered in order. decode: raises DecodeError."""
-        self._within_s = within_s
-        self._rooms = rooms
-        self._decode = decode
+    within_s: float
+    rooms: Sequence[_Room]  # entered in order
+    decode: Callable[[bytes], Any]  # raises DecodeError
 
     async def one(self, requests: Any, context: _Context) -> Any:
         """Return the call's message. Aborts the call if there is none."""
@@ -166,12 +164,12 @@ class _Messages:
     async def _next(self, requests: Any, context: _Context) -> Any:
         """Return the next message, or None at the end. Aborts the call if it is invalid, or not here in time."""
         try:
-            async with asyncio.timeout(self._within_s) as scope, AsyncExitStack() as stack:
+            async with asyncio.timeout(self.within_s) as scope, AsyncExitStack() as stack:
                 reading = _Reading(scope, 0.0)
-                for room in self._rooms:
+                for room in self.rooms:
                     await stack.enter_async_context(room.taken(reading))
                 received = await anext(aiter(requests), None)
-            return received if received is None else self._decode(received)
+            return received if received is None else self.decode(received)
         except DecodeError as error:  # gRPC itself would report UNKNOWN
             await _abort(context, RequestError(f"the request message is not valid protobuf of its type: {error}"))
         except TimeoutError:
@@ -180,12 +178,7 @@ class _Messages:
             await _abort(context, DeadlineExceeded("the request did not arrive in time"))
 
 
-@asynccontextmanager
-async def _nothing(context: _Context) -> AsyncIterator[None]:
-    yield
-
-
-def _streamed(handler: Any, messages: _Messages, entered: Entered = _nothing) -> Any:
+def _streamed(handler: Any, messages: _Messages, entered: Entered = nullcontext) -> Any:
     """Wrap a handler as a stream whose messages are received here. It may also write responses as serialized bytes."""
 
     def serialize(response: Any) -> bytes:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
 import grpc
-from grpc_health.v1 import health, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
@@ -19,25 +20,21 @@ from core.rpc import inference_pb2_grpc as pb_grpc
 from core.types.errors import ClusterError, DeployError, RateLimited, ReplicaLost, outcome_of
 from core.types.network import format_address
 from core.wire.channel import PINGS_ALLOWED, keepalive
-from frontend.access.access import Access
-from frontend.access.keyring import Client
+from frontend.access.access import Access, Client
 from frontend.access.limits import RequestContext
 from frontend.grpc.admission import KeyInterceptor, authorization_of
-from frontend.grpc.health import EndpointHealth
 from frontend.grpc.messages import (
-    ResponseBytes,
     detokenize_request_of,
     prompt_logprobs_of,
     request_of,
+    response_bytes,
     status_of,
     tokenize_request_of,
 )
-from frontend.http.certificates import Certificates
-from frontend.http.connections import GRPC_ENDPOINT, ConnectionLimits
+from frontend.http.connections import GRPC_ENDPOINT, Certificates, ConnectionLimits
 from frontend.openai.fields import also_ignored
-from frontend.text.completion import Completion, Completions
+from frontend.text.completion import Completion, Completions, Models
 from frontend.text.completion_request import MAX_REQUEST_BYTES, CompletionRequest
-from frontend.text.models import Models
 from frontend.text.prompt_encoder import num_chars
 from router.telemetry.tracing import Trace
 
@@ -51,6 +48,8 @@ READINESS = "readiness"  # service name in the health service, for probes
 _LAST_WORDS_S = 1.0  # for ended calls to send their status
 _UNREAD_BYTES = 16 << 10  # per stream
 _MAX_PENDING = 8192  # calls accepted but not yet handled
+_Status = health_pb2.HealthCheckResponse
+_MAX_WATCHERS = 1024
 _LARGE = 16 << 10  # bytes; larger messages are converted on another thread
 _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
@@ -94,10 +93,13 @@ async def open_grpc_api(
             *_OPTIONS,
             ("grpc.max_metadata_size", limits.header_bytes),
             ("grpc.absolute_max_metadata_size", limits.header_bytes),
-            ("grpc.server_handshake_timeout_ms", _ms(limits.open_s)),
-            ("grpc.max_connection_idle_ms", _ms(limits.idle_s)),
-            ("grpc.max_connection_age_ms", _ms(limits.age_s)),  # then gRPC asks the client to reconnect
-            ("grpc.max_connection_age_grace_ms", _ms(models.default.max_request_s)),  # for running calls to finish
+            ("grpc.server_handshake_timeout_ms", round(1e3 * limits.open_s)),
+            ("grpc.max_connection_idle_ms", round(1e3 * limits.idle_s)),
+            ("grpc.max_connection_age_ms", round(1e3 * limits.age_s)),  # then gRPC asks the client to reconnect
+            (
+                "grpc.max_connection_age_grace_ms",
+                round(1e3 * models.default.max_request_s),
+            ),  # for running calls to finish
             ("grpc.max_concurrent_streams", limits.streams),
             # Calls that arrive while the event loop is busy; above its default of 1,000 gRPC drops some silently.
             ("grpc.server.max_pending_requests", _MAX_PENDING),
@@ -125,29 +127,19 @@ async def open_grpc_api(
     return endpoint
 
 
-def _ms(seconds: float) -> int:
-    return round(1e3 * seconds)
-
-
+@dataclass(eq=False)
 class GrpcApi:
     """Server, from `open_grpc_api` until `close`."""
 
-    def __init__(
-        self,
-        server: grpc.aio.Server,
-        inference: InferenceServicer,
-        health: EndpointHealth,
-        port: int,
-    ) -> None:
-        self.port = port
-        self._inference = inference
-        self._server = server
-        self._health = health
+    server: grpc.aio.Server
+    inference: InferenceServicer
+    health: EndpointHealth
+    port: int
 
     def set_health(self, *, is_live: bool = True, is_ready: bool) -> None:
         """Set the health service's status: liveness for the server (""), readiness for "readiness" and
         cluster.v1.Inference. Watchers are notified at once."""
-        self._health.set({"": is_live, READINESS: is_ready, SERVICE: is_ready})
+        self.health.set({"": is_live, READINESS: is_ready, SERVICE: is_ready})
 
     async def close(self, *, grace_s: float) -> None:
         """Report not ready, reject new requests, let running ones finish for grace_s, then end all.
@@ -155,12 +147,12 @@ class GrpcApi:
         Does not wait for watchers of the health service.
         """
         self.set_health(is_ready=False)
-        self._inference.is_closing = True
+        self.inference.is_closing = True
         with suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
-                await self._inference.idle.wait()
+                await self.inference.idle.wait()
         # Called once: two overlapping calls have crashed the process in grpc 1.85.
-        await self._server.stop(_LAST_WORDS_S)
+        await self.server.stop(_LAST_WORDS_S)
 
 
 class InferenceServicer(pb_grpc.InferenceServicer):
@@ -174,7 +166,6 @@ class InferenceServicer(pb_grpc.InferenceServicer):
         self._num_running = 0
         self._models = models
         self._access = access
-        self._bytes = ResponseBytes()
         self._request_contexts: dict[_Context, RequestContext] = {}  # of running calls
 
     @asynccontextmanager
@@ -184,9 +175,8 @@ class InferenceServicer(pb_grpc.InferenceServicer):
             async with _statuses(context):
                 client = self._client(context)
                 with self._audited("", context, client):
-                    self._request_contexts[context] = await stack.enter_async_context(
-                        self._access.limits.entered(client)
-                    )
+                    reservation = self._access.limits.entered(client.key)
+                    self._request_contexts[context] = await stack.enter_async_context(reservation)
             try:
                 yield
             finally:
@@ -197,19 +187,16 @@ class InferenceServicer(pb_grpc.InferenceServicer):
             request_context = self._request_contexts[context]
             served, completion_request = await self._read(request, context, request_context)
             completion = await served.open(completion_request, trace=trace)
-            # Headers precede the first token.
-            if headers := {**await request_context.charge([completion]), **also_ignored({}, completion.ignored)}:
-                await context.send_initial_metadata(tuple(headers.items()))
-            is_first, tokenizer = True, completion.service.tokenizer
+            headers = {**await request_context.charge([completion]), **also_ignored({}, completion.ignored)}
+            await _send_headers(headers, context)  # before the first token
+            is_first, id, tokenizer = True, completion_request.id, completion.service.tokenizer
             async with completion.run() as arrivals:
                 async for events in arrivals:
                     if is_first:
                         await self._write_prompt_logprobs(completion, context)
                         is_first = False
                     for event in events:
-                        await context.write(
-                            self._bytes.of(event, request_id=completion_request.id, tokenizer=tokenizer)
-                        )
+                        await context.write(response_bytes(event, request_id=id, tokenizer=tokenizer))
 
     async def _write_prompt_logprobs(self, completion: Completion, context: _Context) -> None:
         """Write the prompt's log-probabilities, if requested; each message is built on another thread."""
@@ -228,7 +215,7 @@ class InferenceServicer(pb_grpc.InferenceServicer):
                 completion_request = client.bound(await self._build(build, request, client))
                 served = self._models.find(completion_request.model)
                 ids = await served.prompts.tokenize(completion_request)
-            await self._send_rate_limits(context)
+            await _send_headers(await self._request_contexts[context].charge([]), context)
             return pb.TokenizeResponse(token_ids=ids, max_context=served.model.max_model_len)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: _Context) -> pb.DetokenizeResponse:
@@ -236,26 +223,16 @@ class InferenceServicer(pb_grpc.InferenceServicer):
             client = self._client(context)
             with self._audited("", context, client):
                 served = self._models.find(request.model)
-                max_context = served.model.max_model_len
-                completion_request = client.bound(
-                    detokenize_request_of(request, max_context=max_context, peer=context.peer())
-                )
-                text = await served.prompts.detokenize(completion_request)
-            await self._send_rate_limits(context)
+                build = detokenize_request_of(request, max_context=served.model.max_model_len, peer=context.peer())
+                text = await served.prompts.detokenize(client.bound(build))
+            await _send_headers(await self._request_contexts[context].charge([]), context)
             return pb.DetokenizeResponse(text=text)
-
-    async def _send_rate_limits(self, context: _Context) -> None:
-        """Send the rate-limit headers of a call that takes no tokens."""
-        if headers := await self._request_contexts[context].charge([]):
-            await context.send_initial_metadata(tuple(headers.items()))
 
     @asynccontextmanager
     async def _traced(self, context: _Context) -> AsyncIterator[Trace | None]:
-        if (tracing := self._models.default.tracing) is None:
-            yield None
-            return
+        tracing = self._models.default.tracing
         headers = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
-        if (trace := tracing.begin(f"{SERVICE}/Generate", headers)) is None:
+        if tracing is None or (trace := tracing.begin(f"{SERVICE}/Generate", headers)) is None:
             yield None
             return
         status, is_our_fault = "", False
@@ -289,13 +266,11 @@ class InferenceServicer(pb_grpc.InferenceServicer):
     async def _read(
         self, request: pb.GenerateRequest, context: _Context, request_context: RequestContext
     ) -> tuple[Completions, CompletionRequest]:
-        """Return the model and the request."""
-        peer, deadline_s = context.peer(), context.time_remaining()
-        client = self._client(context)
+        deadline_s, client = context.time_remaining(), self._client(context)
         with self._audited(request.request_id[:128], context, client):
             served = self._models.find(request.model)
             max_context = served.model.max_model_len
-            build = partial(request_of, request, deadline_s=deadline_s, max_context=max_context, peer=peer)
+            build = partial(request_of, request, deadline_s=deadline_s, max_context=max_context, peer=context.peer())
             completion_request = client.bound(await self._build(build, request, client))
             request_context.check(served.prompts.least_tokens(completion_request))
         return served, completion_request
@@ -324,14 +299,17 @@ class InferenceServicer(pb_grpc.InferenceServicer):
 
     async def ListModels(self, request: pb.ListModelsRequest, context: _Context) -> pb.ListModelsResponse:
         async with _statuses(context), self._counted():
-            cards = self._models.cards
-            return pb.ListModelsResponse(
-                models=[
-                    pb.Model(id=name, max_context=card.max_model_len, dtype=card.dtype)
-                    for card in cards
-                    for name in card.names
-                ]
-            )
+            models = [
+                pb.Model(id=name, max_context=card.max_model_len, dtype=card.dtype)
+                for card in self._models.cards
+                for name in card.names
+            ]
+            return pb.ListModelsResponse(models=models)
+
+
+async def _send_headers(headers: Mapping[str, str], context: _Context) -> None:
+    if headers:
+        await context.send_initial_metadata(tuple(headers.items()))
 
 
 @asynccontextmanager
@@ -347,3 +325,48 @@ async def _statuses(context: _Context) -> AsyncIterator[None]:
     except Exception as error:
         logger.exception("request failed with an unexpected exception")
         await context.abort_with_status(rpc_status.to_status(status_of(error)))
+
+
+class EndpointHealth(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # gRPC's stubs have no types
+    """Health servicer over one table. Each watcher polls it for itself, so a slow one delays neither others nor `set`.
+    Bound to the endpoint's event loop."""
+
+    def __init__(self) -> None:
+        self._is_serving: dict[str, bool] = {}
+        self._changed = asyncio.Event()  # replaced after each change
+        self._num_watchers = 0
+
+    def set(self, is_serving: Mapping[str, bool]) -> None:
+        """Set the status by service name; other names are unknown."""
+        if self._is_serving == is_serving:
+            return
+        self._is_serving = dict(is_serving)
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def Check(self, request: health_pb2.HealthCheckRequest, context: _Context) -> health_pb2.HealthCheckResponse:
+        if request.service not in self._is_serving:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "no such service")
+        return _Status(status=self._status(request.service))
+
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: _Context) -> None:
+        """Write statuses until the client leaves. No state is kept for an unknown service name."""
+        if self._num_watchers >= _MAX_WATCHERS:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many watchers; use Check")
+        self._num_watchers += 1
+        name, written = request.service if request.service in self._is_serving else None, None
+        try:
+            while True:
+                changed, status = self._changed, self._status(name)
+                if status != written:
+                    await context.write(_Status(status=status))
+                    written = status
+                await changed.wait()
+        finally:
+            self._num_watchers -= 1
+
+    def _status(self, name: str | None) -> Any:
+        is_serving = None if name is None else self._is_serving.get(name)
+        if is_serving is None:
+            return _Status.SERVICE_UNKNOWN
+        return _Status.SERVING if is_serving else _Status.NOT_SERVING

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from functools import lru_cache
 from typing import Any
@@ -20,9 +20,10 @@ from core.rpc import inference_pb2 as pb
 from core.types.errors import CapacityError, ClusterError, ContextLengthExceeded, RequestError, outcome_of
 from core.types.prompt_logprobs import PromptLogprobs
 from core.types.request import ANY_OBJECT, MAX_ALLOWED_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS, Grammar, GrammarKind
-from frontend.chat.chat import Chat
-from frontend.grpc.chat import chat_of, forced_grammar_of, tool_calls_of
-from frontend.openai.messages import MAX_CALLS, MAX_TOOLS
+from frontend.chat.call_shape import object_of
+from frontend.chat.chat import Chat, opens_answer
+from frontend.openai.constraints import forced_grammar
+from frontend.openai.messages import FUNCTION_NAME, MAX_CALLS, MAX_TOOLS, FunctionAsTool, ToolGiven
 from frontend.text.completion_request import (
     MAX_ALL_CALLS,
     MAX_MESSAGES,
@@ -37,7 +38,15 @@ from frontend.text.tokenizer import Tokenizer
 # Cached messages of one token, some 9 MB at most. Most output uses a few thousand distinct tokens.
 _MAX_CACHED, _MAX_CACHED_CHARS = 8192, 64
 _SAMPLING = pb.SamplingParams.DESCRIPTOR.fields_by_name
+_MAX_REPEATED = {
+    "stop": MAX_STOPS,
+    "stop_token_ids": MAX_STOP_TOKENS,
+    "logit_bias": MAX_LOGIT_BIAS,
+    "allowed_token_ids": MAX_ALLOWED_TOKENS,
+    "bad_words": MAX_BAD_WORDS,
+}
 _OF_CHAT = ("messages", "tools", "tool_choice", "template_variables", "reasoning_effort", "continue_final_message")
+_TOOL_NAME = re.compile(FUNCTION_NAME)
 _RENAMED = {"user": "tenant", "tokens": "token_ids", **{name: f"chat.{name}" for name in _OF_CHAT}}
 
 
@@ -47,11 +56,13 @@ def request_of(
     """Convert a request. Raises RequestError if there is no input, or too much of it. Other checks are common to both
     endpoints and happen later."""
     _check_counts(message, max_context)
-    fields: dict[str, Any] = {name: getattr(message.sampling, name) for name in _SAMPLING if _is_set(message, name)}
+    sampling = message.sampling
+    is_set = [name for name, field in _SAMPLING.items() if field.has_presence and sampling.HasField(name)]
+    fields: dict[str, Any] = {name: getattr(sampling, name) for name in is_set}
     for name in ("stop", "stop_token_ids", "bad_words"):
-        fields[name] = tuple(getattr(message.sampling, name))
-    fields["logit_bias"] = tuple(sorted(message.sampling.logit_bias.items()))
-    fields["allowed_token_ids"] = tuple(message.sampling.allowed_token_ids) or None
+        fields[name] = tuple(getattr(sampling, name))
+    fields["logit_bias"] = tuple(sorted(sampling.logit_bias.items()))
+    fields["allowed_token_ids"] = tuple(sampling.allowed_token_ids) or None
     prompt = _prompt_of(message)
     return CompletionRequest(
         id=message.request_id or uuid.uuid4().hex,
@@ -96,22 +107,25 @@ def response_of(event: Event, *, request_id: str, tokenizer: Tokenizer) -> pb.Ge
             finished = pb.Finished(choice=event.choice, finish_reason=event.word, stop=event.stop)
             return pb.GenerateResponse(finished=finished)
         case Summary():
+            route = asdict(event.route)
+            del route["cached_tokens"], route["drafts"]  # part of the usage
+            trace = pb.Trace(ttft_ms=event.ttft_s * 1e3, itl_ms=event.itl_s * 1e3, **route)
             usage = pb.Usage(**asdict(event.usage))
-            return pb.GenerateResponse(summary=pb.Summary(request_id=request_id, usage=usage, trace=_trace(event)))
+            return pb.GenerateResponse(summary=pb.Summary(request_id=request_id, usage=usage, trace=trace))
 
 
-class ResponseBytes:
-    """Serializer of responses with a cache: most carry the text of one token and nothing else, and tokens repeat."""
+@lru_cache(maxsize=_MAX_CACHED)
+def _plain_delta(choice: int, token_id: int, text: str) -> bytes:
+    return pb.GenerateResponse(delta=pb.Delta(choice=choice, text=text, token_ids=[token_id])).SerializeToString()
 
-    def __init__(self) -> None:
-        self._of_plain = lru_cache(maxsize=_MAX_CACHED)(_plain_delta)
 
-    def of(self, event: Event, *, request_id: str, tokenizer: Tokenizer) -> bytes:
-        if isinstance(event, Delta) and len(event.tokens) == 1 and len(event.text) <= _MAX_CACHED_CHARS:
-            [token] = event.tokens
-            if token.logprob is None and not event.thinking and not event.calls:
-                return self._of_plain(event.choice, token.token_id, event.text)
-        return response_of(event, request_id=request_id, tokenizer=tokenizer).SerializeToString()
+def response_bytes(event: Event, *, request_id: str, tokenizer: Tokenizer) -> bytes:
+    """Serialize a response. Most carry the text of one token and nothing else, and tokens repeat: these are cached."""
+    if isinstance(event, Delta) and len(event.tokens) == 1 and len(event.text) <= _MAX_CACHED_CHARS:
+        [token] = event.tokens
+        if token.logprob is None and not event.thinking and not event.calls:
+            return _plain_delta(event.choice, token.token_id, event.text)
+    return response_of(event, request_id=request_id, tokenizer=tokenizer).SerializeToString()
 
 
 def prompt_logprobs_of(
@@ -127,10 +141,7 @@ def prompt_logprobs_of(
             token=tokenizer.token_text(token_id),
             logprob=logprob,
             rank=rank,
-            top=[
-                pb.TopLogprob(token_id=other, token=tokenizer.token_text(other), logprob=value)
-                for other, value in zip(ids, values, strict=True)
-            ],
+            top=_top(zip(ids, values, strict=True), tokenizer),
         )
     return pb.GenerateResponse(prompt_logprobs=message)
 
@@ -144,11 +155,8 @@ def field_of(param: str) -> str:
 def _check_counts(message: pb.GenerateRequest, max_context: int) -> None:
     """Check the lengths of repeated fields before their elements are converted."""
     _check_chat(message.chat)
-    _check_count("stop", len(message.sampling.stop), MAX_STOPS)
-    _check_count("stop_token_ids", len(message.sampling.stop_token_ids), MAX_STOP_TOKENS)
-    _check_count("logit_bias", len(message.sampling.logit_bias), MAX_LOGIT_BIAS)
-    _check_count("allowed_token_ids", len(message.sampling.allowed_token_ids), MAX_ALLOWED_TOKENS)
-    _check_count("bad_words", len(message.sampling.bad_words), MAX_BAD_WORDS)
+    for name, limit in _MAX_REPEATED.items():
+        _check_count(name, len(getattr(message.sampling, name)), limit)
     _check_context("token_ids", len(message.token_ids.ids), max_context)
 
 
@@ -164,10 +172,9 @@ def _check_chat(chat: pb.Chat) -> None:
     _check_count("tools", sum(len(tool.parameters) for tool in chat.tools), MAX_TOOLS_CHARS, of="characters in all")
 
 
-def _check_context(param: str, number: int, max_context: int) -> None:
-    if number > max_context:
-        text = f"this model's context holds {max_context} tokens; the request has {number}"
-        raise ContextLengthExceeded(text, param=param)
+def _check_context(param: str, number: int, limit: int) -> None:
+    if number > limit:
+        raise ContextLengthExceeded(f"this model's context holds {limit} tokens; the request has {number}", param=param)
 
 
 def _check_count(param: str, number: int, limit: int, *, of: str = "") -> None:
@@ -175,15 +182,10 @@ def _check_count(param: str, number: int, limit: int, *, of: str = "") -> None:
         raise RequestError(f"{param}: has {number}; at most {limit}{' ' + of if of else ''} are accepted", param=param)
 
 
-def _is_set(message: pb.GenerateRequest, name: str) -> bool:
-    return _SAMPLING[name].has_presence and message.sampling.HasField(name)
-
-
 def _grammar_of(message: pb.GenerateRequest, prompt: str | Chat | tuple[int, ...]) -> dict[str, Any]:
     if isinstance(prompt, Chat) and (forced := forced_grammar_of(message.chat, prompt)) is not None:
         if message.HasField("grammar"):
-            text = "tool_choice: a required call cannot be combined with grammar"
-            raise RequestError(text, param="tool_choice")
+            raise RequestError("tool_choice: a required call cannot be combined with grammar", param="tool_choice")
         return {"grammar": forced, "grammar_field": "tools"}
     if not message.HasField("grammar"):
         return {}
@@ -214,11 +216,6 @@ def _prompt_of(message: pb.GenerateRequest) -> str | Chat | tuple[int, ...]:
             raise RequestError("set one of prompt, chat and token_ids", param="prompt")
 
 
-def _plain_delta(choice: int, token_id: int, text: str) -> bytes:
-    delta = pb.Delta(choice=choice, text=text, token_ids=[token_id])
-    return pb.GenerateResponse(delta=delta).SerializeToString()
-
-
 def _fill(message: pb.Delta, delta: Delta, tokenizer: Tokenizer) -> None:
     """Fill a delta in place, without empty fields, because there is one per token."""
     if delta.choice:
@@ -227,7 +224,11 @@ def _fill(message: pb.Delta, delta: Delta, tokenizer: Tokenizer) -> None:
     if delta.thinking:
         message.reasoning = delta.thinking
     if delta.calls:
-        message.tool_calls.extend(tool_calls_of(delta))
+        message.tool_calls.extend(
+            pb.ToolCallDelta(index=call.number, id=call.id, name=call.name, arguments=call.arguments)
+            for call in delta.calls
+            if call.broken is None
+        )
     message.token_ids.extend([token.token_id for token in delta.tokens])
     for token in delta.tokens if delta.has_logprobs else ():
         assert token.logprob is not None
@@ -235,17 +236,12 @@ def _fill(message: pb.Delta, delta: Delta, tokenizer: Tokenizer) -> None:
             token_id=token.token_id,
             token=tokenizer.token_text(token.token_id),
             logprob=token.logprob.logprob,
-            top=[
-                pb.TopLogprob(token_id=token_id, token=tokenizer.token_text(token_id), logprob=logprob)
-                for token_id, logprob in token.logprob.top
-            ],
+            top=_top(token.logprob.top, tokenizer),
         )
 
 
-def _trace(summary: Summary) -> pb.Trace:
-    route = asdict(summary.route)
-    del route["cached_tokens"], route["drafts"]  # part of the usage
-    return pb.Trace(ttft_ms=summary.ttft_s * 1e3, itl_ms=summary.itl_s * 1e3, **route)
+def _top(logprobs: Iterable[tuple[int, float]], tokenizer: Tokenizer) -> list[pb.TopLogprob]:
+    return [pb.TopLogprob(token_id=id, token=tokenizer.token_text(id), logprob=logprob) for id, logprob in logprobs]
 
 
 def status_of(error: Exception) -> Status:
@@ -269,3 +265,68 @@ def status_of(error: Exception) -> Status:
         any_message.Pack(detail)
     code = getattr(grpc.StatusCode, outcome.grpc).value[0]
     return Status(code=code, message=message, details=packed)
+
+
+def chat_of(chat: pb.Chat) -> Chat:
+    """Convert a chat. Raises RequestError."""
+    add_generation_prompt = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else None
+    opens = opens_answer(add_generation_prompt, is_continued=chat.continue_final_message)
+    tools = tuple(_tool(tool, f"tools[{number}]") for number, tool in enumerate(chat.tools))
+    if len({tool["function"]["name"] for tool in tools}) < len(tools):
+        raise RequestError("tools: two tools have the same name", param="tools")
+    return Chat(
+        messages=tuple(map(_message, chat.messages)),
+        variables=object_of(chat.template_variables, "template_variables"),
+        reasoning_effort=chat.reasoning_effort or None,
+        tools=() if chat.tool_choice.none else tools,
+        is_parallel=chat.parallel_tool_calls or not chat.HasField("parallel_tool_calls"),
+        forced=_forced(chat),
+        is_continued=chat.continue_final_message,
+        opens_answer=opens,
+    )
+
+
+def forced_grammar_of(chat: pb.Chat, made: Chat) -> Grammar | None:
+    """Return the grammar of an answer that must be calls, or None. made: `chat`, converted. Raises RequestError."""
+    if made.forced is None:
+        return None
+    tools = [
+        ToolGiven(type="function", function=FunctionAsTool(**converted["function"], strict=tool.strict))
+        for tool, converted in zip(chat.tools, made.tools, strict=True)
+    ]
+    return forced_grammar(made.forced, tools, is_parallel=made.is_parallel)
+
+
+def _forced(chat: pb.Chat) -> str | None:
+    kind = chat.tool_choice.WhichOneof("kind")
+    if kind not in ("required", "name") or not getattr(chat.tool_choice, kind):
+        return None
+    if not chat.tools:
+        raise RequestError("tool_choice: requires tools", param="tool_choice")
+    return chat.tool_choice.name
+
+
+def _message(message: pb.ChatMessage) -> dict[str, Any]:
+    converted: dict[str, Any] = {"role": message.role, "content": message.content}
+    for name in ("name", "reasoning_content", "tool_call_id"):
+        if value := getattr(message, name):
+            converted[name] = value
+    if message.tool_calls:
+        converted["content"] = message.content or None
+        converted["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.tool_calls
+        ]
+    return converted
+
+
+def _tool(tool: pb.Tool, path: str) -> dict[str, Any]:
+    if not _TOOL_NAME.fullmatch(tool.name):
+        text = f"{path}.name: must be 1 to 128 of the characters A-Z a-z 0-9 _ . : / -"
+        raise RequestError(text, param=f"{path}.name")
+    function: dict[str, Any] = {"name": tool.name}
+    if tool.description:
+        function["description"] = tool.description
+    if tool.parameters:
+        function["parameters"] = object_of(tool.parameters, f"{path}.parameters")
+    return {"type": "function", "function": function}

@@ -1,4 +1,4 @@
-"""Request bodies over HTTP: read within limits, and parsed off the event loop if large.
+"""Request bodies over HTTP: read and decoded within limits, and parsed off the event loop if large.
 
 Parsing cost depends on the number of values. Those of a large body are counted first, field by field, without creating
 them: 10 MB of token ids take 0.2 s to parse, and 0.04 s to reject (one core, 2026-11-22).
@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+import gzip
 import re
+import sys
+import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from io import BytesIO
 from typing import TypeVar
 
 import msgspec
@@ -19,11 +24,15 @@ from fastapi import Request
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
-from core.types.errors import CapacityError, ContextLengthExceeded, RequestError, RequestTooLarge
-from frontend.http.content_encoding import decoded, encodings_of
+from core.types.errors import CapacityError, ContextLengthExceeded, RequestError, RequestTooLarge, UnsupportedEncoding
 from frontend.openai.fields import OpenAIObject, explain, unknown_fields
 from frontend.text.completion_request import MAX_REQUEST_BYTES
 from frontend.text.text_threads import TextThreads
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
 
 Body = TypeVar("Body", bound=OpenAIObject)
 T = TypeVar("T")
@@ -41,6 +50,10 @@ _MAX_NAME = 128  # characters of a field name
 _TEXTS = frozenset(
     ("messages", "prompt", "input", "system", "instructions")
 )  # fields in which lone surrogates are replaced
+SUPPORTED = "gzip, deflate, zstd"
+_MAX_ENCODINGS = 4  # applied to one body, one after the other
+# RFC 9659 limits the window of this content encoding to 8 MB.
+_ZSTD_BOUNDS: Mapping[int, int] = {zstd.DecompressionParameter.window_log_max: 23}
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
 # Escapes of a pair of surrogates, or of a lone one as the group, unless a backslash before it makes it text.
 _SURROGATES = re.compile(
@@ -48,22 +61,16 @@ _SURROGATES = re.compile(
 )
 
 
+@dataclass(eq=False)
 class BodyReader:
     """Reader of request bodies of one router. Bound to its event loop."""
 
-    def __init__(
-        self,
-        threads: TextThreads,
-        *,
-        max_context: Callable[[], int],
-        within_s: float,
-        rejects_unknown_fields: bool = False,
-    ) -> None:
-        """max_context: largest context of the served models. within_s: time limit for receiving a body."""
-        self._rejects_unknown_fields = rejects_unknown_fields
-        self._threads = threads
-        self._max_context = max_context
-        self._within_s = within_s
+    threads: TextThreads
+    max_context: Callable[[], int]  # largest context of the served models
+    within_s: float  # time limit for receiving a body
+    rejects_unknown_fields: bool = False
+
+    def __post_init__(self) -> None:
         self._held = ByteBudget(_MAX_HELD, "requests")  # by key
 
     async def read(self, kind: type[Body], request: Request, make: Callable[[Body], T], *, key_id: str = "") -> T:
@@ -81,7 +88,7 @@ class BodyReader:
                 await self._decode(body, encodings, key_id)
             if len(body) <= _SMALL:
                 return make(self._parse(kind, _mended(bytes(body))))
-            return await self._threads.run(key_id, self._parse_large, kind, bytes(body), make)
+            return await self.threads.run(key_id, self._parse_large, kind, bytes(body), make)
         finally:
             self._held.add(key_id, -_counted(body))
 
@@ -92,7 +99,7 @@ class BodyReader:
         if announced.isdecimal() and int(announced) > MAX_REQUEST_BYTES:
             raise too_large
         try:
-            async with asyncio.timeout(self._within_s):
+            async with asyncio.timeout(self.within_s):
                 async for part in request.stream():
                     before = _counted(body)
                     body += part
@@ -111,7 +118,7 @@ class BodyReader:
             with suppress(RequestTooLarge):
                 body[:] = decoded(encoded, encodings, max_bytes=_SMALL)
                 return
-        body[:] = await self._threads.run(key_id, decoded, encoded, encodings, max_bytes=MAX_REQUEST_BYTES)
+        body[:] = await self.threads.run(key_id, decoded, encoded, encodings, max_bytes=MAX_REQUEST_BYTES)
         self._held.add(key_id, _counted(body) - num_held)
         if _counted(body):
             self._held.check(key_id)
@@ -126,13 +133,22 @@ class BodyReader:
             parsed = kind.model_validate_json(body)
         except ValidationError as error:
             raise explain(error) from None
-        if self._rejects_unknown_fields and (name := next(unknown_fields(parsed), None)):
+        if self.rejects_unknown_fields and (name := next(unknown_fields(parsed), None)):
             raise RequestError(f"{name[:_MAX_NAME]}: unknown field", param=name[:_MAX_NAME])
         return parsed
 
     def _check_values(self, body: bytes) -> None:
+        num_fields = 0
+
+        def name_of(kind: type, text: str) -> _Name:
+            nonlocal num_fields
+            num_fields += 1
+            if num_fields > _MAX_FIELDS:
+                raise RequestError(f"the body has more than {_MAX_FIELDS} fields")
+            return _Name(text)
+
         try:
-            fields = msgspec.json.decode(body, type=dict[_Name, msgspec.Raw], dec_hook=_Names().add)
+            fields = msgspec.json.decode(body, type=dict[_Name, msgspec.Raw], dec_hook=name_of)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             raise RequestError(f"the body is not valid JSON: {error}") from None
         values = dict[str, list[bytes]]()  # several of a repeated field, of which the parser takes the last
@@ -142,7 +158,7 @@ class BodyReader:
             value = b",".join(given)
             if name == "prompt" and all(one.startswith(b'"') for one in given):
                 continue  # one string; its length is checked later, against the model's context
-            ids = max(_MAX_PROMPT_VALUES, self._max_context())
+            ids = max(_MAX_PROMPT_VALUES, self.max_context())
             limit = {"prompt": ids, "tokens": ids, **_MAX_VALUES_OF}.get(name)
             most = {"tools": _MAX_TOOLS_BYTES}.get(name, _MAX_FIELD_BYTES if limit is None else len(value))
             if len(value) > most:
@@ -157,21 +173,6 @@ class _Name:
 
     def __init__(self, text: str) -> None:
         self.text = text
-
-
-class _Names:
-    """Field names of one body, with a limit on their number."""
-
-    def __init__(self) -> None:
-        self._num = 0
-
-    def add(self, kind: type, text: str) -> _Name:
-        """Decode one field name; msgspec's dec_hook. Raises RequestError."""
-        assert kind is _Name
-        self._num += 1
-        if self._num > _MAX_FIELDS:
-            raise RequestError(f"the body has more than {_MAX_FIELDS} fields")
-        return _Name(text)
 
 
 def _mended(body: bytes) -> bytes:
@@ -244,3 +245,67 @@ class ByteBudget:
             yield
         finally:
             self.add(owner, -num_bytes)
+
+
+def encodings_of(headers: Iterable[str]) -> list[str]:
+    """Return the encodings of a body in the order in which they were applied, without `identity`.
+
+    headers: values of all Content-Encoding headers. Raises UnsupportedEncoding.
+    """
+    named = [name.strip().lower() for value in headers for name in value.split(",")]
+    encodings = [name for name in named if name not in ("", "identity")]
+    for name in encodings:
+        if name not in _READERS:
+            raise UnsupportedEncoding(
+                f"Content-Encoding: {name[:64]!r} is not supported; use {SUPPORTED}, or send the body as it is"
+            )
+    if len(encodings) > _MAX_ENCODINGS:
+        raise UnsupportedEncoding(
+            f"Content-Encoding: names {len(encodings)} encodings; at most {_MAX_ENCODINGS} are supported"
+        )
+    return encodings
+
+
+def decoded(body: bytes, encodings: list[str], *, max_bytes: int) -> bytes:
+    """Undo the encodings, the last one first; no result grows beyond `max_bytes`.
+
+    Raises RequestTooLarge, and RequestError for a body that is not what its encoding names.
+    """
+    for name in reversed(encodings):
+        try:
+            body = _READERS[name](body, max_bytes + 1)
+        except (OSError, EOFError, zlib.error, zstd.ZstdError) as error:
+            raise RequestError(f"the body is not valid {name}, which its Content-Encoding names: {error}") from None
+        if len(body) > max_bytes:
+            raise RequestTooLarge(f"the body is larger than {max_bytes} bytes without its {name} encoding")
+    return body
+
+
+def _read_gzip(body: bytes, num_bytes: int) -> bytes:
+    with gzip.GzipFile(fileobj=BytesIO(body)) as file:
+        return file.read(num_bytes)
+
+
+def _read_zstd(body: bytes, num_bytes: int) -> bytes:
+    with zstd.ZstdFile(BytesIO(body), options=_ZSTD_BOUNDS) as file:
+        return file.read(num_bytes)
+
+
+def _read_deflate(body: bytes, num_bytes: int) -> bytes:
+    """Read zlib's format, which the standard names, or raw deflate, which some clients send instead."""
+    has_header = len(body) > 1 and body[0] & 15 == zlib.DEFLATED and int.from_bytes(body[:2], "big") % 31 == 0
+    decoder = zlib.decompressobj(zlib.MAX_WBITS if has_header else -zlib.MAX_WBITS)
+    result = decoder.decompress(body, num_bytes)
+    if len(result) < num_bytes and not decoder.eof:
+        raise EOFError("the body ends before its last block")
+    if decoder.unused_data:
+        raise zlib.error("more bytes follow the last block")
+    return result
+
+
+_READERS: Mapping[str, Callable[[bytes, int], bytes]] = {
+    "gzip": _read_gzip,
+    "x-gzip": _read_gzip,
+    "deflate": _read_deflate,
+    "zstd": _read_zstd,
+}

@@ -21,8 +21,8 @@ from frontend.openai.fields import Only, OpenAIObject
 from frontend.openai.tokens_api import PACKAGE, DetokenizeBody, TokenizeBody
 from frontend.openai.types import ChatBody, TextBody
 from frontend.responses.types import ResponsesBody
+from frontend.text.completion import Models
 from frontend.text.completion_request import RANGES
-from frontend.text.models import Models
 
 
 @dataclass(frozen=True)

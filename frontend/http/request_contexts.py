@@ -4,8 +4,8 @@ all APIs. Rejections are recorded in the audit log."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Generic, TypeAlias, TypeVar
@@ -15,16 +15,14 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from core.types.errors import ClusterError
-from frontend.access.keyring import Client
+from frontend.access.access import Client
 from frontend.access.limits import Limits, RequestContext
 from frontend.http.body import Body, BodyReader, T
 from frontend.http.event_stream import EventStream
 from frontend.openai.fields import OpenAIObject, ignored_header
-from frontend.text.completion import Completion
+from frontend.text.completion import Completion, Models
 from frontend.text.completion_request import CompletionRequest, check_prompt_numbers, check_total
-from frontend.text.models import Models
 from frontend.text.prompt_encoder import num_chars
-from router.telemetry.tracing import Trace
 
 Endpoint: TypeAlias = Callable[[Request, RequestContext], Awaitable[Response]]
 Endpoints: TypeAlias = Mapping[str, Callable[[Request], Awaitable[Response]]]  # by path, all by POST
@@ -32,15 +30,14 @@ MAX_REPEATED = 2**23  # characters of prompts repeated in one response
 ID_CHARS = 8  # characters that a token id counts as
 
 
+@dataclass(frozen=True)
 class HttpRequestContexts:
     """Holds a key's reservation while a request is answered; one for the HTTP endpoint of a router."""
 
-    def __init__(self, models: Models, limits: Limits, bodies: BodyReader, *, keepalive_s: float) -> None:
-        """keepalive_s: silence of a stream after which it sends a keep-alive."""
-        self._keepalive_s = keepalive_s
-        self._models = models
-        self._limits = limits
-        self._bodies = bodies
+    models: Models
+    limits: Limits
+    bodies: BodyReader
+    keepalive_s: float  # silence of a stream after which it sends a keep-alive
 
     def route(self, endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
         """Return a route function that runs `endpoint` within a request context."""
@@ -52,23 +49,16 @@ class HttpRequestContexts:
 
     def answer(self, request: Request, endpoint: Endpoint) -> Response:
         """Return a response that runs `endpoint` while the key's reservation is held."""
-        return _ContextResponse(self._entered(request), partial(endpoint, request))
+        return _ContextResponse(self, request, endpoint)
 
     def stream(self, request: Request, events: AsyncGenerator[bytes, None], headers: Mapping[str, str]) -> Response:
         """Return a stream of events in the request's API."""
-        return EventStream(events, more_headers=headers, errors=request.state.errors, keepalive_s=self._keepalive_s)
-
-    @asynccontextmanager
-    async def _entered(self, request: Request) -> AsyncIterator[RequestContext]:
-        async with AsyncExitStack() as stack:
-            with self.audited(request):
-                request_context = await stack.enter_async_context(self._limits.entered(client_of(request)))
-            yield request_context
+        return EventStream(events, more_headers=headers, errors=request.state.errors, keepalive_s=self.keepalive_s)
 
     async def read(self, kind: type[Body], request: Request, make: Callable[[Body], T]) -> T:
         """Read the body as BodyReader.read does, and record a rejection in the audit log."""
         with self.audited(request):
-            return await self._bodies.read(kind, request, make, key_id=client_of(request).key_id)
+            return await self.bodies.read(kind, request, make, key_id=client_of(request).key_id)
 
     @contextmanager
     def audited(self, request: Request) -> Iterator[None]:
@@ -77,7 +67,7 @@ class HttpRequestContexts:
             yield
         except ClusterError as error:
             key = client_of(request).key
-            self._models.default.unreadable(request.state.request_id, error, key=key, peer=peer_of(request))
+            self.models.default.unreadable(request.state.request_id, error, key=key, peer=peer_of(request))
             raise
 
 
@@ -87,14 +77,7 @@ def client_of(request: Request) -> Client:
 
 
 def tenant_of(request: Request) -> str:
-    """Return the client's tenant; empty without a key."""
     return client_of(request).tenant
-
-
-def trace_of(scope: Scope) -> Trace | None:
-    """Return the request's trace, or None if it is not traced."""
-    trace: Trace | None = scope["state"].get("trace")
-    return trace
 
 
 def peer_of(request: Request) -> str:
@@ -105,18 +88,18 @@ def peer_of(request: Request) -> str:
 class _ContextResponse(Response):
     """Response that is created and sent while a key's reservation is held, from before the body is read."""
 
-    def __init__(
-        self,
-        entered: AbstractAsyncContextManager[RequestContext],
-        make: Callable[[RequestContext], Awaitable[Response]],
-    ) -> None:
+    def __init__(self, request_contexts: HttpRequestContexts, request: Request, endpoint: Endpoint) -> None:
         super().__init__()
-        self._entered = entered
-        self._make = make
+        self._request_contexts = request_contexts
+        self._request = request
+        self._endpoint = endpoint
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._entered as request_context:
-            answer = await self._make(request_context)
+        async with AsyncExitStack() as stack:
+            with self._request_contexts.audited(self._request):
+                reservation = self._request_contexts.limits.entered(client_of(self._request).key)
+                request_context = await stack.enter_async_context(reservation)
+            answer = await self._endpoint(self._request, request_context)
             await answer(scope, receive, send)
 
 
@@ -148,38 +131,35 @@ class ParsedBody(Generic[B]):
         return cls(body, requests, ignored_header(body))
 
 
+@dataclass(frozen=True)
 class Opener:
     """Opens completions. Every prompt of a body is checked and tokenized before any is dispatched."""
 
-    def __init__(
-        self, models: Models, request_contexts: HttpRequestContexts, *, clamps_max_tokens: bool = False
-    ) -> None:
-        """clamps_max_tokens: treat max_tokens as an upper bound, whatever the API."""
-        self._clamps_max_tokens = clamps_max_tokens
-        self._models = models
-        self._request_contexts = request_contexts
+    models: Models
+    request_contexts: HttpRequestContexts
+    clamps_max_tokens: bool = False  # treat max_tokens as an upper bound, whatever the API
 
     async def read(self, kind: type[B], request: Request) -> ParsedBody[B]:
         """Read the body. Raises what BodyReader.read raises."""
-        return await self._request_contexts.read(kind, request, partial(ParsedBody.of, request))
+        return await self.request_contexts.read(kind, request, partial(ParsedBody.of, request))
 
     async def open(self, parsed: ParsedBody[B], request: Request, request_context: RequestContext) -> list[Completion]:
         """Return one completion for each request, nothing charged yet. Raises RequestError and other ClusterErrors."""
         opened = list[Completion]()
-        with self._request_contexts.audited(request):
-            served = self._models.find(parsed.requests[0].model)
-            requests = [client_of(request).bound(self._clamped(one)) for one in parsed.requests]
+        with self.request_contexts.audited(request):
+            served = self.models.find(parsed.requests[0].model)
+            requests = parsed.requests
+            if self.clamps_max_tokens:
+                requests = [replace(one, clamps_max_tokens=True) for one in requests]
+            requests = [client_of(request).bound(one) for one in requests]
             request_context.check(sum(served.prompts.least_tokens(one) for one in requests))
         total_chars = sum(num_chars(one.prompt) for one in requests)
         for one in requests:
             num_other_chars = total_chars - num_chars(one.prompt)
-            opened.append(await served.open(one, num_other_chars=num_other_chars, trace=trace_of(request.scope)))
+            opened.append(await served.open(one, num_other_chars=num_other_chars, trace=request.state.trace))
             num_answers = sum(completion.max_answer_tokens for completion in opened)
             check_total(num_answers, served.model, param=one.max_tokens_field)
             num_logprobs = sum(completion.n * completion.num_prompt_numbers for completion in opened)
             check_prompt_numbers(num_logprobs, param=one.prompt_logprobs_field)
             await asyncio.sleep(0)  # a body may have a thousand prompts: let other tasks run
         return opened
-
-    def _clamped(self, one: CompletionRequest) -> CompletionRequest:
-        return replace(one, clamps_max_tokens=True) if self._clamps_max_tokens else one

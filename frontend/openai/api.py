@@ -15,9 +15,8 @@ from frontend.openai.answer import OpenAIAnswer
 from frontend.openai.fields import also_ignored
 from frontend.openai.forms import ChatForm, Form, TextForm
 from frontend.openai.types import ChatBody, StreamOptions, TextBody
-from frontend.text.completion import Completion
+from frontend.text.completion import Completion, Models
 from frontend.text.completion_request import ModelCard
-from frontend.text.models import Models
 
 
 class OpenAIApi:

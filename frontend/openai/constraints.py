@@ -12,7 +12,7 @@ from core.types.errors import RequestError
 from core.types.request import ANY_OBJECT, Grammar, GrammarKind
 from frontend.openai.fields import Ignored, Only, OpenAIObject, Unsupported
 from frontend.openai.messages import ToolGiven
-from frontend.structured_output.json_schema import moved
+from frontend.structured_output.lark import moved
 
 _KINDS = ("json_", "json_object", "regex", "choice", "grammar", "structural_tag")  # of structured_outputs
 _OF_TAGS = ("format", "structures", "triggers")  # fields of a structural tag
@@ -29,7 +29,7 @@ class ResponseFormat(OpenAIObject):
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")  # with json_object, as in llama.cpp
-    # With structural_tag; validated by frontend.structured_output.structural_tag.
+    # With structural_tag; validated by frontend.structured_output.lark.
     format: dict[str, Any] | None = None
     structures: list[dict[str, Any]] | None = None
     triggers: list[str] | None = None

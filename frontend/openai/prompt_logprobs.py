@@ -10,7 +10,7 @@ from msgspec import Raw
 
 from core.types.prompt_logprobs import PromptLogprobs
 from frontend.http.event_stream import to_json
-from frontend.text.choice_text import Detokenizer
+from frontend.text.answer_events import Detokenizer
 from frontend.text.completion import Completion
 from frontend.text.text_threads import TextThreads
 from frontend.text.tokenizer import Tokenizer

@@ -15,8 +15,7 @@ from frontend.access.limits import RequestContext
 from frontend.http.event_stream import JSON, json_answer
 from frontend.http.request_contexts import ID_CHARS, MAX_REPEATED, HttpRequestContexts, Opener
 from frontend.openai.types import ChatBody, TextBody
-from frontend.text.completion import Completion
-from frontend.text.models import Models
+from frontend.text.completion import Completion, Models
 
 
 class RenderApi:

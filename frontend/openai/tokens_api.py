@@ -14,8 +14,8 @@ from frontend.http.event_stream import json_answer
 from frontend.http.request_contexts import HttpRequestContexts, client_of, peer_of
 from frontend.openai.fields import OpenAIObject, ignored_header
 from frontend.openai.messages import ChatSettings, Messages
+from frontend.text.completion import Models
 from frontend.text.completion_request import CompletionRequest
-from frontend.text.models import Models
 from frontend.text.prompt_encoder import num_chars
 
 PACKAGE = "xpyd"

@@ -27,8 +27,8 @@ from frontend.responses.store import SMALL_BYTES
 from frontend.responses.stored import StoredResponses
 from frontend.responses.turn import StoredTurn, Turn, id_of
 from frontend.responses.types import ResponsesBody
+from frontend.text.completion import Models
 from frontend.text.completion_request import MAX_REQUEST_BYTES
-from frontend.text.models import Models
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -18,7 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from redis.asyncio import Redis
 
-from core.identity.signing import SIGNATURE_BYTES, keyed_hash, signed, verified
+from core.identity.deployment_secrets import SIGNATURE_BYTES, keyed_hash, signed, verified
 from core.index.redis_client import repaired
 from frontend.responses.store import ENTRY_BYTES, MAX_VALUE_BYTES, SMALL_BYTES, StoreBounds
 

@@ -1,25 +1,32 @@
-"""Grammar of a constrained answer, including what may come besides: thinking before it, or tool calls instead."""
+"""Grammar of a constrained answer, including what may come besides: thinking before it, or tool calls instead. It is
+compiled before dispatch, so that an invalid or expensive one is rejected at the router."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from core.types.errors import RequestError
+from core.grammar.compiler import GrammarCompiler
+from core.types.errors import CapacityError, RequestError
 from core.types.json_schema import DROPPED, rewritten
-from core.types.request import Grammar, GrammarKind
+from core.types.request import Grammar, GrammarKind, ThinkingBudget
 from frontend.chat.chat import Chat
 from frontend.chat.output_format import OutputFormat
 from frontend.parsers.formats import GENERIC
 from frontend.parsers.harmony import HARMONY
 from frontend.parsers.thinking import Start, Tags
-from frontend.structured_output.json_schema import LOOKING_AROUND, in_lark, lenient, weakened
-from frontend.structured_output.structural_tag import structural_tag_rules
+from frontend.structured_output.lark import LOOKING_AROUND, in_lark, lenient, structural_tag_rules, weakened
 from frontend.text.completion_request import CompletionRequest
+from frontend.text.text_threads import TextThreads
 
 _SCHEMAS = (GrammarKind.JSON_SCHEMA, GrammarKind.LENIENT_JSON_SCHEMA)
+_COMPILE_S = 0.9  # so that a client gets an error within a second
+_NUM_THREADS = 2  # one key can occupy one of them
+_MAX_KNOWN = 1024  # cached outcomes; 64 MiB at most
 _NOTES = ("description", "title", "default", "examples", "x-guidance")  # annotations in a tool's schema
 
 
@@ -92,39 +99,38 @@ def bound_answer(request: CompletionRequest, output_format: OutputFormat, prompt
 
 
 def _bound_answer(request: CompletionRequest, output_format: OutputFormat, prompt: str) -> Grammar | None:
-    grammar, chat, tags, frame = request.grammar, request.prompt, output_format.tags, output_format.frame
+    grammar, chat, param = request.grammar, request.prompt, request.grammar_field
+    tags, frame, special = output_format.tags, output_format.frame, output_format.special
+    if grammar is None:
+        return None
+    is_lenient = grammar.kind is GrammarKind.LENIENT_JSON_SCHEMA
+    if is_lenient:
+        grammar.check(param)
+        grammar = replace(grammar, text=json.dumps(lenient(_object(grammar.text, param))))
     start = output_format.start(chat if isinstance(chat, Chat) else None, prompt)
-    if grammar is not None and grammar.kind is GrammarKind.LENIENT_JSON_SCHEMA:
-        grammar.check(request.grammar_field)
-        schema = lenient(_object(grammar.text, request.grammar_field))
-        grammar = Grammar(kind=grammar.kind, text=json.dumps(schema))
-    if grammar is not None and grammar.kind is GrammarKind.STRUCTURAL_TAG:
-        thinks = isinstance(chat, Chat) and may_think(grammar, start)
-        rules = [f"start: {'thought ' if tags and thinks else ''}answer"]
-        if tags and thinks:
-            rules += _thought(tags, output_format, is_open=start == "inside")
-        # Structural tags describe calls as well.
-        rules += structural_tag_rules(grammar.text, request.grammar_field, output_format.special)
-        return Grammar(kind=GrammarKind.LARK, text="\n".join(rules))
-    if grammar is None or not isinstance(chat, Chat):
+    rules, thought = list[str](), ""
+    if tags and isinstance(chat, Chat) and may_think(grammar, start):
+        rules, thought = list(_thought(tags, output_format, is_open=start == "inside")), "thought "
+    if grammar.kind is GrammarKind.STRUCTURAL_TAG:  # describes calls as well
+        return _lark(f"start: {thought}answer", *rules, *structural_tag_rules(grammar.text, param, special))
+    if not isinstance(chat, Chat):
         return grammar
-    head = output_format.special.literal(frame.text) if frame and start == "before" and grammar.kind in _SCHEMAS else ""
+    head = special.literal(frame.text) if frame and start == "before" and grammar.kind in _SCHEMAS else ""
     tools = chat.tools if chat.forced is None or head else ()
-    thinks = tags is not None and may_think(grammar, start)
-    if not tools and not thinks and not head:
+    if not (tools or thought or head):
         return grammar
-    grammar.check(request.grammar_field)
+    grammar.check(param)
     has_text = chat.forced is None or not head
     bodies = [*([f"{head} answer"] if has_text else []), *(["calls"] if tools else [])]
-    rules = [f"start: {'thought ' if thinks else ''}body", f"body: {' | '.join(bodies)}"]
-    if tags and thinks:
-        rules += _thought(tags, output_format, is_open=start == "inside")
+    rules = [f"start: {thought}body", f"body: {' | '.join(bodies)}", *rules]
     if tools:
         rules += _calls(request, chat, output_format)
-    if not has_text:
-        return Grammar(kind=GrammarKind.LARK, text="\n".join(rules))
-    schema = _object(grammar.text, request.grammar_field)
-    rules.append(_rule("answer", schema, is_lenient=grammar.kind is GrammarKind.LENIENT_JSON_SCHEMA))
+    if has_text:
+        rules.append(f"answer: {in_lark(_object(grammar.text, param), is_lenient=is_lenient)}")
+    return _lark(*rules)
+
+
+def _lark(*rules: str) -> Grammar:
     return Grammar(kind=GrammarKind.LARK, text="\n".join(rules))
 
 
@@ -154,7 +160,6 @@ def _calls(request: CompletionRequest, chat: Chat, output_format: OutputFormat) 
         text = f"tools: cannot be combined with {request.grammar_field} here; set tool_choice to none or required"
         raise RequestError(text, param="tools")
     literal = output_format.special.literal
-    literal = output_format.special.literal
     is_lenient = chat.forced is None or request.grammar.kind is GrammarKind.LENIENT_JSON_SCHEMA
     tools = {name: schema for name, schema in chat.parameters.items() if chat.forced in (None, "", name)}
     more = f"({literal(form.between)} call)*" if chat.is_parallel and form.is_repeated else ""
@@ -166,11 +171,7 @@ def _calls(request: CompletionRequest, chat: Chat, output_format: OutputFormat) 
         yield f"call{number}: {opening} arguments{number} {literal(form.after)}"
         schema = lenient(parameters) if is_lenient else parameters
         lean = rewritten(schema, lambda key, value: DROPPED if key in _NOTES else value)
-        yield _rule(f"arguments{number}", {"type": "object", **lean}, is_lenient=is_lenient)
-
-
-def _rule(name: str, schema: dict[str, Any], *, is_lenient: bool) -> str:
-    return f"{name}: {in_lark(schema, is_lenient=is_lenient)}"
+        yield f"arguments{number}: {in_lark({'type': 'object', **lean}, is_lenient=is_lenient)}"
 
 
 def _object(text: str, param: str) -> dict[str, Any]:
@@ -183,3 +184,87 @@ def _object(text: str, param: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise RequestError(f"{param}: must be a JSON schema", param=param)
     return found
+
+
+class GrammarCheck:
+    """Checks grammars on threads, with a cache of outcomes. Bound to an event loop.
+
+    Grammars that compile quickly are cached. Slow ones are compiled again for each request, in their key's turn: this
+    limits the compilations that one key can cause on replicas to the rate of one thread here.
+    """
+
+    def __init__(self, compiler: GrammarCompiler | None) -> None:
+        self._compiler = compiler
+        self._threads = TextThreads(num_threads=_NUM_THREADS)
+        # Problem, or "" for a valid one, by grammar and forced tool; the latest last.
+        self._known: OrderedDict[tuple[Grammar, str | None], str] = OrderedDict()
+
+    async def check(self, request: CompletionRequest) -> None:
+        """Check a request's grammar. Raises RequestError with the client's field, and CapacityError under load."""
+        grammar, param = request.grammar, request.grammar_field
+        if grammar is None:
+            return
+        compiler = self._available(param)
+        grammar.check(param)
+        chat = request.prompt if isinstance(request.prompt, Chat) else None
+        key = grammar, chat.forced if chat else None
+        if key not in self._known:
+            await self._compile(request.key_id, compiler, key, chat, param)
+        elif problem := self._known[key]:
+            raise RequestError(f"{param}: {problem}", param=param)
+        else:
+            self._known.move_to_end(key)
+
+    def check_thinking(self, budget: ThinkingBudget | None, param: str) -> None:
+        """Check that replicas can enforce the budget. Raises RequestError with the client's field."""
+        if budget is not None:
+            self._available(param).bounded(budget, param=param)
+
+    def close(self) -> None:
+        self._threads.close()
+
+    def _available(self, param: str) -> GrammarCompiler:
+        if self._compiler is None:
+            raise RequestError(f"{param}: is not supported by this router", param=param)
+        return self._compiler
+
+    async def _compile(
+        self, key_id: str, compiler: GrammarCompiler, key: tuple[Grammar, str | None], chat: Chat | None, param: str
+    ) -> None:
+        loop, grammar = asyncio.get_running_loop(), key[0]
+
+        def compile_it() -> None:  # runs to its end and caches the outcome even if the request is cancelled
+            try:
+                compiled = compiler.compile(grammar, param=param)
+            except RequestError as error:
+                problem = str(error).removeprefix(f"{param}: ")
+                if chat and (tool := _uncompiled_tool(compiler, grammar, chat)):
+                    problem = f"tool {tool!r}: {problem}"
+                loop.call_soon_threadsafe(self._learn, key, problem)
+                raise RequestError(f"{param}: {problem}", param=param) from None
+            if compiled.is_quick:
+                loop.call_soon_threadsafe(self._learn, key, "")
+
+        try:
+            async with asyncio.timeout(_COMPILE_S):
+                await self._threads.run(key_id, compile_it)
+        except TimeoutError:
+            text = f"{param}: not compiled within {_COMPILE_S} s, because of other compilations; retry"
+            raise CapacityError(text, retry_after_s=1.0) from None
+
+    def _learn(self, key: tuple[Grammar, str | None], problem: str) -> None:
+        self._known[key] = problem
+        if len(self._known) > _MAX_KNOWN:
+            self._known.popitem(last=False)
+
+
+def _uncompiled_tool(compiler: GrammarCompiler, grammar: Grammar, chat: Chat) -> str | None:
+    """Return the name of the forced tool whose schema does not compile; None if no single one is the reason."""
+    if chat.forced != "":
+        return chat.forced
+    for name, parameters in chat.parameters.items():
+        try:
+            compiler.compile(Grammar(kind=grammar.kind, text=json.dumps({"type": "object", **parameters})))
+        except RequestError:
+            return name
+    return None

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+import codecs
+from collections.abc import AsyncIterator, Callable, Container, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from time import monotonic
 from types import TracebackType
 from typing import TypeVar
 
 from core.types.errors import ClientTooSlow, ClusterError, ReplicaLost
-from core.types.request import SampledToken
-from frontend.text.choice_text import ChoiceText
-from frontend.text.events import Event, Summary
+from core.types.request import FinishReason, SampledToken
+from frontend.text.answer_reader import AnswerReader
+from frontend.text.completion_request import CompletionRequest
+from frontend.text.events import Delta, Event, Finished, Summary
+from frontend.text.tokenizer import Tokenizer
 from router.generation import Generation
 from router.telemetry.metrics import Metrics
 
@@ -22,29 +26,22 @@ _ACCOUNT_S = 1.0  # maximum wait for the route summary after the last token
 _CHECKS = 4  # checks per limit
 
 
+@dataclass(eq=False)
 class AnswerEvents:
     """Iterator over batches of events, for one task. Not a generator: one more generator, or one more event loop step,
     per token would cost as much as the token's text (docs/benchmarks/router.md)."""
 
-    def __init__(
-        self,
-        generation: Generation,
-        choices: Sequence[ChoiceText],
-        *,
-        clock: TokenClock,
-        unread: UnreadLimit,
-        summary: Callable[[], Summary],
-        request_id: str,
-    ) -> None:
-        self._generation = generation
-        self._tokens = aiter(generation)
-        self._choices = choices
-        self._num_open = len(choices)
-        self._clock = clock
-        self._unread = unread
-        self._summary = summary
+    generation: Generation
+    choices: Sequence[ChoiceText]
+    clock: TokenClock
+    unread: UnreadLimit
+    summary: Callable[[], Summary]
+    request_id: str
+
+    def __post_init__(self) -> None:
+        self._tokens = aiter(self.generation)
+        self._num_open = len(self.choices)
         self._is_summed = False
-        self._request_id = request_id
         self._unneeded: list[int] = []  # choices ended by a stop string, not yet stopped on the workers
 
     def __aiter__(self) -> AnswerEvents:
@@ -55,29 +52,29 @@ class AnswerEvents:
 
         Raises ClusterError.
         """
-        self._unread.consumed()
+        self.unread.consumed()
         events: list[Event] = []
         while not events:
             while self._unneeded:
-                await self._generation.stop(self._unneeded.pop())
+                await self.generation.stop(self._unneeded.pop())
             if not self._num_open:
                 events = [await self._end()]
                 break
             try:
                 arrived = await anext(self._tokens)
             except StopAsyncIteration:
-                raise ReplicaLost(f"request {self._request_id}: the token stream ended before the answer did") from None
+                raise ReplicaLost(f"request {self.request_id}: the token stream ended before the answer did") from None
             for number, tokens in arrived.items():
                 events += self._events_of(number, tokens)
-        self._unread.given()
+        self.unread.given()
         return events
 
     def _events_of(self, number: int, tokens: Sequence[SampledToken]) -> list[Event]:
-        choice = self._choices[number]
+        choice = self.choices[number]
         if choice.finished is not None:
             return []  # tokens in flight when the choice was stopped
         delta = choice.add(tokens)
-        self._clock.tick(number, len(delta.tokens))
+        self.clock.tick(number, len(delta.tokens))
         if choice.finished is None:
             return [delta]
         self._num_open -= 1
@@ -93,7 +90,7 @@ class AnswerEvents:
             async with asyncio.timeout(_ACCOUNT_S):
                 async for _ in self._tokens:
                     pass
-        return self._summary()
+        return self.summary()
 
 
 class TokenClock:
@@ -133,6 +130,176 @@ class TokenClock:
         if num_tokens > 1:
             self._num_gaps += num_tokens - 1
             self._observe(0.0, num_tokens - 1)
+
+
+class ChoiceText:
+    """Converts the tokens of one choice to text, in order, until `finished` is set."""
+
+    def __init__(
+        self,
+        request: CompletionRequest,
+        choice: int,
+        tokenizer: Tokenizer,
+        *,
+        reader: AnswerReader | None = None,
+        shown: Container[int] = (),
+    ) -> None:
+        """reader: parser of thinking and calls, if any. shown: special tokens that the reader needs to see."""
+        self.choice = choice
+        self._reader = reader
+        # Stop matching delays the text. This reader gets it undelayed, to count thinking tokens.
+        self._undelayed = reader.fresh() if reader and request.stop else None
+        self.finished: Finished | None = None
+        self.num_tokens = 0
+        self.num_thinking = 0  # thinking tokens, from after each opening marker up to the closing one
+        self._num_chars = 0
+        self._min_tokens = request.min_tokens
+        self._include_stop = request.include_stop
+        self._detokenizer = Detokenizer(
+            tokenizer, skip_special_tokens=request.skip_special_tokens, shown=shown if reader else ()
+        )
+        self._stops = StopMatcher(request.stop, include_stop=request.include_stop) if request.stop else None
+
+    def add(self, tokens: Iterable[SampledToken]) -> Delta:
+        """Consume tokens up to the one that ends the choice, by itself or by a stop string; then set `finished`."""
+        assert self.finished is None
+        delta = Delta(self.choice, "", [], [])
+        for token in tokens:
+            delta.tokens.append(token)
+            delta.text_offsets.append(self._num_chars)
+            if self._reader is None:
+                delta.text += self._add(token)
+            else:
+                self._read(self._reader, token, delta)
+            if self.finished is not None:
+                break
+        return delta
+
+    def _read(self, reader: AnswerReader, token: SampledToken, delta: Delta) -> None:
+        counted = self._undelayed or reader
+        self.num_thinking += counted.is_thinking
+        was_unopened = counted.is_unopened
+        delta.add(reader.add(self._add(token)))
+        if counted.is_unopened != was_unopened:
+            self.num_thinking = self.num_tokens
+        if self.finished is not None and not reader.is_over:
+            delta.add(reader.finish(is_cut=self.finished.reason is FinishReason.LENGTH))
+        if self.finished is None and reader.is_over:
+            self.finished = Finished(self.choice, FinishReason.STOP)
+        if self.finished is not None:
+            self.finished = replace(self.finished, num_calls=reader.num_calls)
+
+    def _add(self, token: SampledToken) -> str:
+        """Return the text that can be sent now."""
+        self.num_tokens += 1
+        is_hidden = token.finish_reason is FinishReason.STOP and not self._include_stop
+        text = "" if is_hidden else self._detokenizer.add(token.token_id)
+        if token.finish_reason is not None:
+            text += self._detokenizer.finish()
+        self._num_chars += len(text)
+        if self._undelayed is not None:
+            self._undelayed.add(text)
+        # A stop string may begin after min_tokens only, by the rule for stop tokens in request.finish_reason.
+        sent, stop = text, None
+        if self._stops and self.num_tokens > self._min_tokens:
+            sent, stop = self._stops.add(text)
+        if stop is not None:
+            self.finished = Finished(self.choice, FinishReason.STOP, stop)
+        elif token.finish_reason is not None:
+            sent += self._stops.finish() if self._stops else ""
+            self.finished = Finished(self.choice, token.finish_reason)
+        return sent
+
+
+class Detokenizer:
+    """Incremental detokenizer of one choice.
+
+    The concatenation of all results of `add` and `finish` equals `tokenizer.decode` of all ids. The cost of a call
+    does not depend on the length of the text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, shown: Container[int] = ()) -> None:
+        """shown: special tokens that are kept although skip_special_tokens is set."""
+        self._tokenizer = tokenizer
+        self._whole_text = tokenizer.whole_text
+        self._shown = shown
+        self._skip_special_tokens = skip_special_tokens
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._is_in_pieces = False  # some bytes of the next character are buffered
+
+    def add(self, token_id: int) -> str:
+        """Return the characters that this token completes; empty while a character is incomplete."""
+        if not self._is_in_pieces and (text := self._whole_text(token_id)) is not None:
+            return text
+        if self._skip_special_tokens and self._tokenizer.is_special(token_id) and token_id not in self._shown:
+            return ""
+        text = self._decoder.decode(self._tokenizer.token_bytes(token_id))
+        self._is_in_pieces = bool(self._decoder.getstate()[0])
+        return text
+
+    def finish(self) -> str:
+        """Return the remaining text: U+FFFD for an incomplete character, otherwise nothing."""
+        self._is_in_pieces = False
+        return self._decoder.decode(b"", final=True)
+
+
+class StopMatcher:
+    """Cuts the text at the first stop string, and holds back a suffix that may still become one.
+
+    First means complete at the earliest character. If several end there, the longest wins, so that the result depends
+    neither on how the text was split nor on the order of the stop strings.
+    """
+
+    def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:
+        self._patterns = [_Pattern(stop) for stop in sorted(set(stops), key=len, reverse=True)]
+        self._include_stop = include_stop
+        self._held = ""
+
+    def add(self, text: str) -> tuple[str, str | None]:
+        """Return the text that can be sent, and the stop string if one matched. Add nothing after a match."""
+        for i, character in enumerate(text):
+            # A list, not a generator: every pattern must see every character.
+            complete = [pattern for pattern in self._patterns if pattern.advance(character)]
+            if complete:
+                stop = complete[0].text
+                whole = self._held + text[: i + 1]
+                self._held = ""
+                return (whole if self._include_stop else whole[: -len(stop)]), stop
+        whole = self._held + text
+        num_held = max(pattern.num_matched for pattern in self._patterns)
+        cut = len(whole) - num_held
+        self._held = whole[cut:]
+        return whole[:cut], None
+
+    def finish(self) -> str:
+        """Return the text held back, at the end of the answer."""
+        held, self._held = self._held, ""
+        return held
+
+
+class _Pattern:
+    """Prefix of one stop string that the text ends with (Knuth, Morris and Pratt 1977): amortized O(1) per character.
+
+    The failure table grows only as far as the text has matched, so a stop string that never begins to match costs
+    nothing, whatever its length.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.num_matched = 0
+        self._borders = [0]  # for each prefix so far: length of its longest proper prefix that is also its suffix
+
+    def advance(self, character: str) -> bool:
+        """Advance by one character. Return whether the text now ends with the whole stop string."""
+        self.num_matched = self._extend(self.num_matched, character)
+        if self.num_matched > len(self._borders):
+            self._borders.append(self._extend(self._borders[-1], character))
+        return self.num_matched == len(self.text)
+
+    def _extend(self, num_matched: int, character: str) -> int:
+        while num_matched and self.text[num_matched] != character:
+            num_matched = self._borders[num_matched - 1]
+        return num_matched + (self.text[num_matched] == character)
 
 
 class UnreadLimit:
@@ -190,3 +357,33 @@ class UnreadLimit:
             self._scope.reschedule(now)
         else:
             self._timer = self._loop.call_later(self._limit_s / _CHECKS, self._check)
+
+
+async def best_of(
+    events: AsyncIterator[list[Event]], *, num_best: int, shows_logprobs: bool
+) -> AsyncIterator[list[Event]]:
+    """Yield the events of the best choices, renumbered, once all choices have ended; then the summary.
+
+    events: their tokens must have logprobs, which are removed unless shows_logprobs.
+    """
+    collected: dict[int, list[Delta | Finished]] = {}
+    async for arrived in events:
+        for event in arrived:
+            if isinstance(event, Delta | Finished):
+                collected.setdefault(event.choice, []).append(event)
+                continue
+            best = sorted(collected, key=lambda choice: (-_mean_logprob(collected[choice]), choice))
+            for number, choice in enumerate(best[:num_best]):
+                yield [_shown(one, number, shows_logprobs=shows_logprobs) for one in collected[choice]]
+            yield [event]
+
+
+def _mean_logprob(events: list[Delta | Finished]) -> float:
+    found = [t.logprob.logprob for one in events if isinstance(one, Delta) for t in one.tokens if t.logprob]
+    return sum(found) / len(found)
+
+
+def _shown(event: Delta | Finished, number: int, *, shows_logprobs: bool) -> Event:
+    if isinstance(event, Finished) or shows_logprobs:
+        return replace(event, choice=number)
+    return replace(event, choice=number, tokens=[replace(token, logprob=None) for token in event.tokens])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from itertools import takewhile
 
@@ -46,31 +46,20 @@ class AnswerText:
     num_thought: int | None = None  # set if all text of the answer, up to this offset in `text`, was thinking
 
 
+@dataclass(eq=False)
 class AnswerReader:
     """Parser of one choice."""
 
-    def __init__(
-        self,
-        thinking: ThinkingReader | None,
-        calls: CallReader | None,
-        *,
-        is_parallel: bool = True,
-        is_forced: bool = False,
-        first_index: int | None = None,
-        shows_thinking: bool = False,
-    ) -> None:
-        """is_forced: a grammar constrains the answer to calls, so text outside of them is dropped. first_index: index
-        of the first call's id, which names the call; None: ids are random. shows_thinking: thinking that `calls` parses
-        is part of the text."""
-        self.num_calls = 0  # completed calls
-        self.is_over = False  # the rest of the text is not part of the answer
-        self._thinking = thinking
-        self._shows_thinking = shows_thinking
-        self._calls = calls
-        self._is_parallel = is_parallel
-        self._is_forced = is_forced
-        self._first_index = first_index
-        self._behind_call: ThinkingReader | None = None  # of the text behind the last call
+    thinking: ThinkingReader | None
+    calls: CallReader | None
+    _: KW_ONLY
+    is_parallel: bool = True
+    is_forced: bool = False  # a grammar constrains the answer to calls, so text outside of them is dropped
+    first_index: int | None = None  # index of the first call's id, which names the call; None: ids are random
+    shows_thinking: bool = False  # thinking that `calls` parses is part of the text
+    num_calls: int = field(default=0, init=False)  # completed calls
+    is_over: bool = field(default=False, init=False)  # the rest of the text is not part of the answer
+    _behind_call: ThinkingReader | None = field(default=None, init=False)  # of the text behind the last call
 
     @classmethod
     def of(
@@ -78,19 +67,15 @@ class AnswerReader:
     ) -> AnswerReader | None:
         """Create a reader, or return None for an answer of plain text. prompt: its last characters suffice. grammar:
         constrains the answer."""
-        if output_format.frame:
-            return cls(
-                None,
-                CallReader(output_format.frame.read, chat.parameters),
-                is_parallel=chat.is_parallel,
-                is_forced=chat.forced is not None,
-                shows_thinking=output_format.tags is None,
-            )
-        thinking = calls = None
+        is_forced, is_parallel, frame = chat.forced is not None, chat.is_parallel, output_format.frame
+        if frame:
+            calls, shows = CallReader(frame.read, chat.parameters), output_format.tags is None
+            return cls(None, calls, is_parallel=is_parallel, is_forced=is_forced, shows_thinking=shows)
+        thinking = reader = None
         kind = CALL_FORMATS.get(output_format.calls or "")
         begins, first = list[str](), tuple[str, ...]()
-        if chat.tools and (kind or chat.forced is not None):
-            calls = CallReader(_format(chat, kind), chat.parameters)
+        if chat.tools and (kind or is_forced):
+            reader = CallReader(_format(chat, kind), chat.parameters)
             begins = _begins(chat, kind)
             first = kind.first if kind else ()
         start = output_format.start(chat, prompt)
@@ -98,48 +83,36 @@ class AnswerReader:
             if grammar and start == "before":
                 start = "after"  # the grammar allows thinking only behind an opening tag
             thinking = ThinkingReader(output_format.tags, start, calls=begins, first=first)
-        if not thinking and not calls:
+        if not thinking and not reader:
             return None
-        return cls(
-            thinking,
-            calls,
-            is_parallel=chat.is_parallel,
-            is_forced=chat.forced is not None and bool(calls),
-            first_index=chat.num_calls if kind and kind.has_named_ids else None,
-        )
+        index = chat.num_calls if kind and kind.has_named_ids else None
+        is_forced = is_forced and reader is not None
+        return cls(thinking, reader, is_parallel=is_parallel, is_forced=is_forced, first_index=index)
 
     def fresh(self) -> AnswerReader:
         """Return a reader of the same answer in its initial state."""
-        thinking, calls = self._thinking and self._thinking.fresh(), self._calls and self._calls.fresh()
-        return AnswerReader(
-            thinking,
-            calls,
-            is_parallel=self._is_parallel,
-            is_forced=self._is_forced,
-            first_index=self._first_index,
-            shows_thinking=self._shows_thinking,
-        )
+        return replace(self, thinking=self.thinking and self.thinking.fresh(), calls=self.calls and self.calls.fresh())
 
     @property
     def is_thinking(self) -> bool:
-        if self._calls and self._calls.is_thought:
-            return not self._shows_thinking
-        return any(reader.is_inside for reader in (self._thinking, self._behind_call) if reader)
+        if self.calls and self.calls.is_thought:
+            return not self.shows_thinking
+        return any(reader.is_inside for reader in (self.thinking, self._behind_call) if reader)
 
     @property
     def is_unopened(self) -> bool:
         """True once a closing tag without an opening one has shown that all text before it is thinking."""
-        return self._thinking is not None and self._thinking.is_unopened
+        return self.thinking is not None and self.thinking.is_unopened
 
     def add(self, text: str) -> AnswerText:
         was_unopened = self.is_unopened
-        thought, text = self._thinking.add(text) if self._thinking else ("", text)
-        parsed = self._parsed(thought, self._calls.add(text) if self._calls else [text])
+        thought, text = self.thinking.add(text) if self.thinking else ("", text)
+        parsed = self._parsed(thought, self.calls.add(text) if self.calls else [text])
         if self.is_unopened == was_unopened:
             return parsed
-        if self._calls:  # without a call so far
-            parsed.text += "".join(piece for piece in self._calls.finish() if isinstance(piece, str))
-            self._calls = self._calls.fresh()
+        if self.calls:  # without a call so far
+            parsed.text += "".join(piece for piece in self.calls.finish() if isinstance(piece, str))
+            self.calls = self.calls.fresh()
         behind = self.add("")
         for call in behind.calls:
             call.at += len(parsed.text)
@@ -148,11 +121,11 @@ class AnswerReader:
     def finish(self, *, is_cut: bool = False) -> AnswerText:
         """Return the remaining parts at the end of the text. is_cut: the token limit ended it, so an open call stays a
         call, with its arguments so far."""
-        thought, text, in_thinking = self._thinking.finish() if self._thinking else ("", "", "")
+        thought, text, in_thinking = self.thinking.finish() if self.thinking else ("", "", "")
         if in_thinking:
-            assert self._calls
-            return self._calls_in_thinking([*self._calls.add(in_thinking), *self._calls.finish()])
-        pieces: list[Piece] = [*self._calls.add(text), *self._calls.finish()] if self._calls else [text]
+            assert self.calls
+            return self._calls_in_thinking([*self.calls.add(in_thinking), *self.calls.finish()])
+        pieces: list[Piece] = [*self.calls.add(text), *self.calls.finish()] if self.calls else [text]
         parsed = self._parsed(thought, takewhile(lambda piece: not (is_cut and isinstance(piece, CallBroken)), pieces))
         self._end_text(parsed)
         return parsed
@@ -176,11 +149,11 @@ class AnswerReader:
         parsed = AnswerText(thinking=thought)
         for piece in pieces:
             match piece:
-                case Thought(text) if not self._shows_thinking:
+                case Thought(text) if not self.shows_thinking:
                     parsed.thinking += text
                 case Thought(text):
                     parsed.text += text
-                case str() if self._is_forced:
+                case str() if self.is_forced:
                     pass
                 case str() if self._behind_call:
                     thought, text = self._behind_call.add(piece)
@@ -190,18 +163,21 @@ class AnswerReader:
                     parsed.text += piece
                 case CallBegun(number, name):
                     self._end_text(parsed)
-                    id = _random_id() if self._first_index is None else named_id(name, self._first_index + number)
+                    # Nine alphanumerics are the only form of a call id that Mistral's templates accept.
+                    id = secrets.token_hex(5)[:9]
+                    if self.first_index is not None:
+                        id = named_id(name, self.first_index + number)
                     parsed.calls.append(CallText(number, id=id, name=name, at=len(parsed.text)))
                 case CallArguments(number, text):
                     _part_of(parsed, number).arguments += text
-                case CallBroken(number, raw, rest) if not self._is_forced:
+                case CallBroken(number, raw, rest) if not self.is_forced:
                     parsed.calls.append(CallText(number, broken=raw, rest=rest, at=len(parsed.text)))
                 case CallBroken():
                     self.num_calls = 0  # a stop string cut a forced call: finish_reason is stop, not tool_calls
                 case CallEnded():
-                    self._behind_call = self._thinking.behind_call() if self._thinking else None
+                    self._behind_call = self.thinking.behind_call() if self.thinking else None
                     self.num_calls += 1
-                    self.is_over = not self._is_parallel
+                    self.is_over = not self.is_parallel
             if self.is_over:
                 break
         return parsed
@@ -223,7 +199,6 @@ def _format(chat: Chat, kind: CallFormat | None) -> Format:
 
 
 def _begins(chat: Chat, kind: CallFormat | None) -> list[str]:
-    """Return the texts with which a call may begin."""
     texts = kind.begins if kind and chat.forced is None else ()
     return [text.replace("NAME", name) for text in texts for name in (chat.parameters if "NAME" in text else [""])]
 
@@ -232,8 +207,3 @@ def _part_of(parsed: AnswerText, number: int) -> CallText:
     if not parsed.calls or parsed.calls[-1].number != number:
         parsed.calls.append(CallText(number, at=len(parsed.text)))
     return parsed.calls[-1]
-
-
-def _random_id() -> str:
-    """Return a random call id of nine alphanumerics, the only form that Mistral's templates accept."""
-    return secrets.token_hex(5)[:9]

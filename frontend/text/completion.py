@@ -1,4 +1,4 @@
-"""Completions: text in, text out, for both endpoints of the router.
+"""Completions of the served models: text in, text out, for both endpoints of the router.
 
 open     check the request, render and tokenize its prompt    holds nothing yet; RequestError
 enter    start a Generation                                   held until the block is left, however it is left
@@ -12,31 +12,36 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
 
 from core.grammar.compiler import GrammarCompiler
 from core.types.api_key import ApiKey
-from core.types.errors import ClientTooSlow, ClusterError, DeadlineExceeded, RequestError, outcome_of
+from core.types.errors import (
+    ClientTooSlow,
+    ClusterError,
+    DeadlineExceeded,
+    ModelUnavailable,
+    RequestError,
+    UnknownModel,
+    outcome_of,
+)
 from core.types.prompt_logprobs import PromptLogprobs
-from core.types.request import Grammar, Sampling, SequenceRequest, ThinkingBudget
+from core.types.request import OFFLINE, Grammar, Sampling, SequenceRequest, ThinkingBudget
 from frontend.chat.chat import Chat
 from frontend.chat.chat_template import ChatTemplate
 from frontend.chat.output_format import OutputFormat
 from frontend.chat.thinking import thinking_budget
-from frontend.structured_output.constrained_answer import bound_answer, without_look_around
-from frontend.structured_output.grammar_check import GrammarCheck
-from frontend.structured_output.special_tokens import SpecialTokens
-from frontend.text.answer_events import AnswerEvents, TokenClock, UnreadLimit
+from frontend.structured_output.constrained_answer import GrammarCheck, bound_answer, without_look_around
+from frontend.structured_output.lark import SpecialTokens
+from frontend.text.answer_events import AnswerEvents, ChoiceText, TokenClock, UnreadLimit, best_of
 from frontend.text.answer_reader import AnswerReader
-from frontend.text.audit_log import RequestAuditLog
-from frontend.text.best_of import best_of
-from frontend.text.choice_text import ChoiceText
 from frontend.text.completion_request import (
     CompletionRequest,
     ModelCard,
     check,
     check_prompt_numbers,
+    not_served,
     num_prompt_numbers,
     sampling_of,
     truncated,
@@ -45,7 +50,7 @@ from frontend.text.events import Event, Summary, TokenUsage
 from frontend.text.prompt_encoder import PromptEncoder, num_chars
 from frontend.text.text_threads import TextThreads
 from frontend.text.tokenizer import Tokenizer
-from frontend.text.usage import Account
+from frontend.text.usage import Account, RequestAuditLog
 from router.generation import Generation, RequestRoute, TokenService
 from router.telemetry.metrics import Metrics
 from router.telemetry.tracing import Trace, Tracing
@@ -54,52 +59,37 @@ from router.telemetry.traffic import TrafficRecord
 _LARGE = 8 * 1024  # characters of schemas, some ms of rewriting; larger ones go to another thread
 
 
+@dataclass(eq=False, kw_only=True)
 class Completions:
     """Factory of the completions of one model. Bound to one event loop."""
 
-    def __init__(
-        self,
-        *,
-        token_service: TokenService,
-        tokenizer: Tokenizer,
-        chat_template: ChatTemplate,
-        model: ModelCard,
-        metrics: Metrics,
-        max_request_s: float,
-        max_unread_s: float = 60.0,
-        audit_log: RequestAuditLog | None = None,
-        traffic: TrafficRecord | None = None,
-        output_format: OutputFormat | None = None,
-        grammars: GrammarCompiler | None = None,
-        tracing: Tracing | None = None,
-    ) -> None:
-        """max_request_s: upper bound of a request's duration, whatever deadline the client sets. max_unread_s: maximum
-        time a client may leave a token unread. output_format: None: derived from the chat template. grammars: None:
-        constrained answers are rejected. tracing: None: off."""
-        self.model = model
-        self.tracing = tracing
-        self.tokenizer = tokenizer
-        self.metrics = metrics
-        self.token_service = token_service
-        self.max_request_s = max_request_s
-        self.max_unread_s = max_unread_s
+    token_service: TokenService
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate
+    model: ModelCard
+    metrics: Metrics
+    max_request_s: float  # upper bound of a request's duration, whatever deadline the client sets
+    max_unread_s: float = 60.0  # maximum time a client may leave a token unread
+    audit_log: RequestAuditLog = field(default_factory=RequestAuditLog)
+    traffic: TrafficRecord | None = None
+    tool_parser: InitVar[str] = "auto"  # as in the spec, like the next one
+    reasoning_parser: InitVar[str] = "auto"
+    grammars: InitVar[GrammarCompiler | None] = None  # None: constrained answers are rejected
+    tracing: Tracing | None = None  # None: off
+
+    def __post_init__(self, tool_parser: str, reasoning_parser: str, grammars: GrammarCompiler | None) -> None:
         self.threads = TextThreads()
-        self.audit_log = audit_log or RequestAuditLog()
-        self.traffic = traffic
+        tokenizer, template = self.tokenizer, self.chat_template
         special = SpecialTokens(grammars.special_tokens if grammars else None)
-        self.prompts = PromptEncoder(
-            tokenizer,
-            chat_template,
-            model=model,
-            output_format=replace(
-                output_format
-                or OutputFormat.of(
-                    chat_template.sources, is_special=tokenizer.has_special, knows_tools=chat_template.knows_tools
-                ),
-                special=special,
-            ),
-            threads=self.threads,
+        output_format = OutputFormat.of(
+            template.sources,
+            tool_parser=tool_parser,
+            reasoning_parser=reasoning_parser,
+            is_special=tokenizer.has_special,
+            knows_tools=template.knows_tools,
         )
+        output_format = replace(output_format, special=special)
+        self.prompts = PromptEncoder(tokenizer, template, self.model, output_format, self.threads)
         self._grammars = GrammarCheck(grammars)
 
     async def open(
@@ -133,15 +123,14 @@ class Completions:
                 bad_words=await self.prompts.bad_words_of(request) if request.bad_words else (),
             )
         except ClusterError as error:
-            self.metrics.requests.labels(outcome_of(error).code).inc()
-            self.audit_log.rejected(request, error)
+            self.reject(request, error)
             raise
         limit_s = self.max_request_s if request.deadline_s is None else min(request.deadline_s, self.max_request_s)
         return Completion(
-            self,
-            request,
-            prompt_ids,
-            sampling,
+            service=self,
+            request=request,
+            prompt_ids=prompt_ids,
+            sampling=sampling,
             is_cut=len(prompt_ids) < len(given_ids),
             grammar=grammar,
             thinking=thinking,
@@ -154,14 +143,18 @@ class Completions:
     async def _bound(self, request: CompletionRequest, grammar: Grammar, prompt: str) -> Grammar | None:
         making = partial(bound_answer, request, self.prompts.output_format, prompt)
         num_other_chars = num_chars(request.prompt) if isinstance(request.prompt, Chat) else 0  # includes the tools
-        if len(grammar.text) + num_other_chars < _LARGE:
-            return making()
-        return await self.threads.run(request.key_id, making)
+        is_large = len(grammar.text) + num_other_chars >= _LARGE
+        return await self.threads.run(request.key_id, making) if is_large else making()
 
     def close(self) -> None:
         self.threads.close()
         self._grammars.close()
         self.audit_log.close()
+
+    def reject(self, request: CompletionRequest, error: ClusterError) -> None:
+        """Count and record a request that is rejected."""
+        self.metrics.requests.labels(outcome_of(error).code).inc()
+        self.audit_log.rejected(request, error)
 
     def unreadable(self, request_id: str, error: ClusterError, *, key: ApiKey | None, peer: str) -> None:
         """Count and record a request that an endpoint rejected before it could be parsed."""
@@ -169,71 +162,48 @@ class Completions:
         self.audit_log.unreadable(request_id, error, key=key, peer=peer)
 
 
+@dataclass(eq=False, kw_only=True)
 class Completion:
     """Request that has been checked and tokenized."""
 
-    def __init__(
-        self,
-        service: Completions,
-        request: CompletionRequest,
-        prompt_ids: tuple[int, ...],
-        sampling: Sampling,
-        *,
-        is_cut: bool,
-        grammar: Grammar | None,
-        thinking: ThinkingBudget | None,
-        ignored: Sequence[str],
-        clock: TokenClock,
-        limit_s: float,
-        trace: Trace | None,
-    ) -> None:
-        """is_cut: the prompt was truncated. ignored: fields of the client that have no effect with this model."""
-        self.service = service
-        self.request = request
-        self.n = request.n  # choices answered
-        self.num_choices = request.num_choices  # choices run
-        self.prompt_ids = prompt_ids
-        self.ignored = ignored
-        self.max_answer_tokens = request.num_choices * sampling.max_tokens
-        self._prompts = service.prompts
-        self._is_cut = is_cut
-        self._sampling = sampling
-        self._grammar = grammar  # constrains the whole answer
-        self._thinking = thinking  # limits the thinking before it
-        self._token_service = service.token_service
-        self._trace = trace
-        self._account = Account(
-            request,
-            model=service.model.id,
-            clock=clock,
-            metrics=service.metrics,
-            audit_log=service.audit_log,
-            traffic=service.traffic,
-            trace=trace,
-        )
-        self._clock = clock
-        self._limit_s = limit_s
+    service: Completions
+    request: CompletionRequest
+    prompt_ids: tuple[int, ...]
+    sampling: Sampling
+    is_cut: bool  # the prompt was truncated
+    grammar: Grammar | None  # constrains the whole answer
+    thinking: ThinkingBudget | None  # limits the thinking before it
+    ignored: Sequence[str]  # fields of the client that have no effect with this model
+    clock: TokenClock
+    limit_s: float
+    trace: Trace | None
+
+    def __post_init__(self) -> None:
+        request, service = self.request, self.service
+        self.n, self.num_choices = request.n, request.num_choices  # choices answered, and run
         self.max_unread_s = service.max_unread_s
+        # Offline requests do not count as traffic: no client waits for them.
+        traffic = None if request.priority >= OFFLINE else service.traffic
+        name, metrics, audit_log = service.model.id, service.metrics, service.audit_log
+        self._account = Account(request, name, self.clock, metrics, audit_log, traffic, self.trace)
         self._unread = UnreadLimit(service.max_unread_s, request_id=request.id)
         self._choices = [
-            ChoiceText(
-                request, choice, service.tokenizer, reader=self._reader(service), shown=service.prompts.shown_ids
-            )
+            ChoiceText(request, choice, service.tokenizer, reader=self._reader(), shown=service.prompts.shown_ids)
             for choice in range(request.num_choices)
         ]
         self._route = RequestRoute()
         self._generation: Generation | None = None
 
-    def _reader(self, service: Completions) -> AnswerReader | None:
+    def _reader(self) -> AnswerReader | None:
         if not isinstance(self.request.prompt, Chat):
             return None
-        end = service.prompts.end_of(self.prompt_ids)
-        return AnswerReader.of(self.request.prompt, service.prompts.output_format, end, grammar=self.request.grammar)
+        prompts = self.service.prompts
+        end = prompts.end_of(self.prompt_ids)
+        return AnswerReader.of(self.request.prompt, prompts.output_format, end, grammar=self.request.grammar)
 
     @asynccontextmanager
     async def run(
-        self,
-        turn: AbstractAsyncContextManager[None] | None = None,
+        self, turn: AbstractAsyncContextManager[None] | None = None
     ) -> AsyncIterator[AsyncIterator[list[Event]]]:
         """Run it, once. Leaving the block ends it on all replicas.
 
@@ -247,22 +217,14 @@ class Completion:
                 self._until_deadline(),
                 turn or nullcontext(),
                 self._unread,
-                self._token_service.start(self._sequence()) as generation,
+                self.service.token_service.start(self._sequence()) as generation,
             ):
                 self._route, self._generation = generation.route, generation
                 self._account.started(generation.life)
-                events = AnswerEvents(
-                    generation,
-                    self._choices,
-                    clock=self._clock,
-                    unread=self._unread,
-                    summary=self._summary,
-                    request_id=self.request.id,
-                )
-                has_logprobs = self.request.logprobs is not None
-                yield (
-                    best_of(events, num_best=self.n, shows_logprobs=has_logprobs) if self.request.is_ranked else events
-                )
+                request, choices = self.request, self._choices
+                events = AnswerEvents(generation, choices, self.clock, self._unread, self._summary, request.id)
+                has_logprobs = request.logprobs is not None
+                yield best_of(events, num_best=self.n, shows_logprobs=has_logprobs) if request.is_ranked else events
         except RequestError as error:
             self._over(error)
             raise self.request.in_client_terms(error) from None
@@ -283,35 +245,29 @@ class Completion:
 
     async def prompt_text(self) -> str:
         """Return the prompt's text as the client gave it, or decoded with special tokens if it was ids or cut."""
-        return await self._prompts.text_of(self.request, self.prompt_ids, is_cut=self._is_cut)
+        return await self.service.prompts.text_of(self.request, self.prompt_ids, is_cut=self.is_cut)
 
     @property
     def num_prompt_numbers(self) -> int:
-        """Number of log-probabilities returned for its prompt."""
         return num_prompt_numbers(self.request, len(self.prompt_ids))
 
     def shorten_answers(self, max_tokens: int) -> None:
         """Limit the length of each answer. Call before `run`."""
-        self._sampling = replace(self._sampling, max_tokens=min(max_tokens, self._sampling.max_tokens))
-        self.max_answer_tokens = self.num_choices * self._sampling.max_tokens
+        self.sampling = replace(self.sampling, max_tokens=min(max_tokens, self.sampling.max_tokens))
 
-    def reject(self, error: ClusterError) -> None:
-        """Record that the request is rejected by its key's limits and will not run."""
-        self._account.rejected(error)
+    @property
+    def max_answer_tokens(self) -> int:
+        return self.num_choices * self.sampling.max_tokens
 
     @property
     def most_tokens(self) -> int:
         """Upper bound of the tokens it may use, prompt and answers."""
-        return len(self.prompt_ids) + self.num_choices * self._sampling.max_tokens
+        return len(self.prompt_ids) + self.max_answer_tokens
 
     @property
     def used_tokens(self) -> int:
         """Tokens it has used; 0 if no replica was assigned."""
         return self._usage.prompt_tokens + self._usage.completion_tokens if self._route.attempts else 0
-
-    @property
-    def _is_finished(self) -> bool:
-        return all(choice.finished is not None for choice in self._choices)
 
     @property
     def _usage(self) -> TokenUsage:
@@ -331,7 +287,7 @@ class Completion:
             usage = replace(usage, cached_tokens=0, accepted_prediction_tokens=0, rejected_prediction_tokens=0)
             # Replica names reveal cache hits: a full hit skips prefill, and routing prefers cached prefixes.
             route = RequestRoute(attempts=route.attempts, migrations=route.migrations)
-        return Summary(usage=usage, route=route, ttft_s=self._clock.ttft_s, itl_s=self._clock.itl_s)
+        return Summary(usage=usage, route=route, ttft_s=self.clock.ttft_s, itl_s=self.clock.itl_s)
 
     def _sequence(self) -> SequenceRequest:
         return SequenceRequest(
@@ -339,32 +295,32 @@ class Completion:
             id=f"{self.request.id}-{secrets.token_hex(4)}",
             token_ids=self.prompt_ids,
             num_prompt_tokens=len(self.prompt_ids),
-            sampling=self._sampling,
-            grammar=self._grammar,
-            thinking=self._thinking,
+            sampling=self.sampling,
+            grammar=self.grammar,
+            thinking=self.thinking,
             num_prompt_logprobs=self.request.prompt_logprobs,
             choices=tuple(range(self.num_choices)),
             salt=self.request.salt,
             tenant=self.request.tenant,
             user=self.request.user,
             priority=self.request.priority,
-            deadline_s=self._limit_s - self._clock.elapsed_s,
-            traceparent=self._trace.traceparent if self._trace else "",
+            deadline_s=self.limit_s - self.clock.elapsed_s,
+            traceparent=self.trace.traceparent if self.trace else "",
         )
 
     @asynccontextmanager
     async def _until_deadline(self) -> AsyncIterator[None]:
         try:
-            async with asyncio.timeout(self._limit_s - self._clock.elapsed_s) as scope:
+            async with asyncio.timeout(self.limit_s - self.clock.elapsed_s) as scope:
                 yield
         except TimeoutError:
             if not scope.expired():
                 raise
-            raise DeadlineExceeded(f"request {self.request.id}: not finished within {self._limit_s:g} s") from None
+            raise DeadlineExceeded(f"request {self.request.id}: not finished within {self.limit_s:g} s") from None
 
     def _over(self, error: BaseException | None) -> None:
-        """Record the outcome."""
-        outcome = "completed" if self._is_finished else "cancelled"
+        is_finished = all(choice.finished is not None for choice in self._choices)
+        outcome = "completed" if is_finished else "cancelled"
         if self._unread.is_passed:  # checked first: a closed generator leaves the block without ClientTooSlow
             outcome = outcome_of(ClientTooSlow()).code
         elif isinstance(error, Exception):
@@ -374,5 +330,72 @@ class Completion:
             self._usage,
             self._route,
             num_outputs=(choice.num_tokens for choice in self._choices),
-            max_tokens=self._sampling.max_tokens,
+            max_tokens=self.sampling.max_tokens,
         )
+
+
+class Models:
+    """Registry of served models by name. A name belongs to the first model that has it. Bound to the router's event
+    loop."""
+
+    def __init__(self, default: Completions) -> None:
+        """default: model of the router's own deployment, used for requests that name none."""
+        self.default = default
+        self._served = dict.fromkeys(default.model.names, default)
+        self._unavailable: dict[str, str] = {}  # reason, by name of a model that should be served but is not
+
+    @classmethod
+    def of(cls, served: Completions | Models) -> Models:
+        return served if isinstance(served, Models) else cls(served)
+
+    def add(self, served: Completions) -> bool:
+        """Add a model. Return False if one of its names is taken."""
+        names = served.model.names
+        if not self._served.keys().isdisjoint(names):
+            return False
+        self.forget_unavailable(names)
+        self._served |= dict.fromkeys(names, served)
+        return True
+
+    def remove(self, served: Completions) -> None:
+        """Remove a model; running requests continue."""
+        self._served = {name: one for name, one in self._served.items() if one is not served}
+
+    def report_unavailable(self, names: Sequence[str], why: str) -> None:
+        """Mark a model as known but not servable at present."""
+        self._unavailable |= {name: why for name in names if name not in self._served}
+
+    def forget_unavailable(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._unavailable.pop(name, None)
+
+    def find(self, name: str) -> Completions:
+        """Return the model, the default one for an empty name. Raises UnknownModel and ModelUnavailable."""
+        if not name:
+            return self.default
+        if (served := self._served.get(name)) is not None:
+            return served
+        if name in self._unavailable:
+            raise ModelUnavailable(f"model {name!r} is unavailable at this router: {self._unavailable[name]}")
+        raise UnknownModel(not_served(name, self.names), param="model")
+
+    def card(self, name: str) -> ModelCard:
+        """Return a model's card. Raises UnknownModel and ModelUnavailable."""
+        if not name:
+            raise UnknownModel(not_served(name, self.names), param="model")
+        return self.find(name).model
+
+    @property
+    def cards(self) -> Sequence[ModelCard]:
+        """Cards of all models, the default one first, then by their first names."""
+        cards = {served.model.id: served.model for served in self._served.values()}
+        return [self.default.model, *(cards[name] for name in sorted(cards) if name != self.default.model.id)]
+
+    @property
+    def names(self) -> Sequence[str]:
+        return [name for card in self.cards for name in card.names]
+
+    @property
+    def max_context(self) -> int:
+        """Largest limit of prompt and answer of any model, in tokens."""
+        return max(card.max_model_len for card in self.cards)

@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import NoReturn
 
-from core.types.errors import ContextLengthExceeded, RequestError, UnknownModel
+from core.types.errors import ContextLengthExceeded, RequestError
 from core.types.prompt_logprobs import MAX_PROMPT_NUMBERS
-from core.types.request import Grammar, Sampling, TokenRules, random_seed
+from core.types.request import MAX_BAD_WORDS, Grammar, Sampling, TokenRules, random_seed
 from frontend.chat.chat import Chat
-from frontend.text.bad_words import check_bad_words
 
 MAX_REQUEST_BYTES = 10 * 1024 * 1024  # body size limit of both endpoints
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")  # it goes into logs and headers
@@ -21,6 +21,7 @@ MAX_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKENS = 1024
+MAX_BAD_WORD_CHARS = 128
 MAX_SALT_CHARS = 1024
 MAX_USER_CHARS = 256
 MAX_MESSAGES = 4096  # also at most the context's number of tokens
@@ -143,7 +144,7 @@ class CompletionRequest:
     priority: int = 0  # smaller first, within a user
     peer: str = ""  # client address, for the audit log
     deadline_s: float | None = None  # remaining; None: the router's own limit
-    # Set by frontend.access.keyring, never by the client.
+    # Set by frontend.access.access, never by the client.
     key_id: str = ""  # of its API key, for logs and for fair shares of the text threads
     tenant: str = ""  # the queue is shared fairly among tenants
     salt: str = ""  # of its prefix hashes
@@ -152,7 +153,6 @@ class CompletionRequest:
 
     @property
     def num_choices(self) -> int:
-        """Number of choices to run."""
         return self.n if self.best_of is None else self.best_of
 
     @property
@@ -164,11 +164,6 @@ class CompletionRequest:
     def choices_field(self) -> str:
         """The client's name of the field that sets `num_choices`."""
         return "n" if self.best_of is None else "best_of"
-
-    def called(self, name: str) -> str:
-        """Return the client's name of a field."""
-        names = {"max_tokens": self.max_tokens_field, "thinking_token_budget": self.thinking_field}
-        return names.get(name, name)
 
     def in_client_terms(self, error: RequestError) -> RequestError:
         """Return an error of the router core with the client's field name: the core reports `best_of` as `n`."""
@@ -182,31 +177,32 @@ class CompletionRequest:
 
 
 def check(request: CompletionRequest, model: ModelCard) -> None:
-    """Check everything that does not need the prompt's tokens. Raises UnknownModel, or RequestError with the field."""
+    """Check everything that does not need the prompt's tokens. Raises RequestError with the field."""
     if not REQUEST_ID.fullmatch(request.id):
-        raise RequestError("request_id: must be 1 to 128 visible ASCII characters", param="request_id")
-    if request.model not in ("", *model.names):
-        raise UnknownModel(not_served(request.model, model.names), param="model")
+        _reject("request_id", "must be 1 to 128 visible ASCII characters")
+    called = {"max_tokens": request.max_tokens_field, "thinking_token_budget": request.thinking_field}
     for name, (lowest, highest, is_lowest_allowed) in RANGES.items():
         value = getattr(request, name)
         if value is None:
             continue
         if not lowest <= value <= highest or (value == lowest and not is_lowest_allowed):  # NaN fails as well
             rule = f"from {lowest} to {highest}" if is_lowest_allowed else f"above {lowest} and at most {highest}"
-            called = request.called(name)
-            raise RequestError(f"{called}: must be {rule}, not {value}", param=called)
+            _reject(called.get(name, name), f"must be {rule}, not {value}")
     if request.max_tokens is not None and request.min_tokens > request.max_tokens:
         bound = f"{request.max_tokens_field}, {request.max_tokens}"
-        raise RequestError(
-            f"min_tokens: must not exceed {bound}, but is {request.min_tokens}",
-            param="min_tokens",
-        )
-    _check_choices(request, model)
+        _reject("min_tokens", f"must not exceed {bound}, but is {request.min_tokens}")
+    if request.num_choices < request.n:
+        _reject("best_of", f"must be at least n, {request.n}, but is {request.num_choices}")
+    if request.num_choices > model.max_choices:
+        text = f"is {request.num_choices}; a replica runs at most {model.max_choices} choices at once"
+        _reject(request.choices_field, text)
     _check_stops(request)
-    check_bad_words(request.bad_words)
+    _check_bad_words(request.bad_words)
     if request.allowed_token_ids == ():
-        raise RequestError("allowed_token_ids: must not be empty; omit it to allow all", param="allowed_token_ids")
-    _check_grammar(request)
+        _reject("allowed_token_ids", "must not be empty; omit it to allow all")
+    for name in ("ignore_eos", "min_tokens") if request.grammar else ():
+        if getattr(request, name):
+            _reject(name, f"cannot be combined with {request.grammar_field}, which decides where the answer ends")
     if isinstance(request.prompt, Chat):
         _check_chat(request.prompt, model)
     check_token_ids(request.stop_token_ids, model, param="stop_token_ids")
@@ -215,7 +211,6 @@ def check(request: CompletionRequest, model: ModelCard) -> None:
 
 
 def not_served(name: str, models: Sequence[str]) -> str:
-    """Return the error message for an unknown model."""
     *others, last = map(repr, models)
     served = f"{', '.join(others)} and {last} are" if others else f"{last} is"
     return f"model {name[:128]!r} is not served here; {served}"
@@ -224,9 +219,7 @@ def not_served(name: str, models: Sequence[str]) -> str:
 def check_total(num_tokens: int, model: ModelCard, *, param: str = "max_tokens") -> None:
     """Check the answer tokens of all choices of a call. Raises RequestError."""
     if num_tokens > model.max_answer_tokens:
-        raise RequestError(
-            f"{param}: times n and prompts is {num_tokens}; at most {model.max_answer_tokens} are accepted", param=param
-        )
+        _reject(param, f"times n and prompts is {num_tokens}; at most {model.max_answer_tokens} are accepted")
 
 
 def num_prompt_numbers(request: CompletionRequest, num_tokens: int) -> int:
@@ -237,10 +230,10 @@ def num_prompt_numbers(request: CompletionRequest, num_tokens: int) -> int:
 def check_prompt_numbers(number: int, *, param: str) -> None:
     """Check the number of prompt log-probabilities over all choices. Raises RequestError."""
     if number > MAX_PROMPT_NUMBERS:
-        raise RequestError(
-            f"{param}: {number} log-probabilities requested (prompt tokens times {param} + 1, times n and prompts); "
+        _reject(
+            param,
+            f"{number} log-probabilities requested (prompt tokens times {param} + 1, times n and prompts); "
             f"at most {MAX_PROMPT_NUMBERS} are returned",
-            param=param,
         )
 
 
@@ -253,7 +246,7 @@ def truncated(prompt_ids: tuple[int, ...], request: CompletionRequest, model: Mo
         num_answer = request.reserved_tokens or min(request.max_tokens or 1, model.max_model_len // 2)
         num = max(1, model.max_model_len - max(num_answer, request.min_tokens))
     if num == 0:
-        raise RequestError("truncate_prompt_tokens: must be -1 or at least 1", param="truncate_prompt_tokens")
+        _reject("truncate_prompt_tokens", "must be -1 or at least 1")
     return prompt_ids[-num:]
 
 
@@ -271,7 +264,7 @@ def sampling_of(
     bad_words: token sequences of the request's bad_words.
     """
     if num_prompt_tokens == 0:
-        raise RequestError(f"{request.prompt_field}: must not be empty", param=request.prompt_field)
+        _reject(request.prompt_field, "must not be empty")
     room, reserved = model.max_model_len - num_prompt_tokens, request.reserved_tokens
     if room < max(1, request.min_tokens, reserved):
         answer_part = f" and {reserved} for the answer" if reserved else ""
@@ -283,8 +276,7 @@ def sampling_of(
         )
     ends = frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else eos_token_ids)
     if request.grammar and not ends:
-        text = f"{request.grammar_field}: not supported; this model has no end-of-sequence token to end the answer"
-        raise RequestError(text, param=request.grammar_field)
+        _reject(request.grammar_field, "not supported; this model has no end-of-sequence token to end the answer")
     seed = random_seed() if request.seed is None else request.seed & _SEED_BITS
     own = {name: value for name in NEUTRAL if (value := getattr(request, name)) is not None}
     chosen = {**model.sampling_defaults, **own}
@@ -306,37 +298,16 @@ def sampling_of(
     )
 
 
-def _check_choices(request: CompletionRequest, model: ModelCard) -> None:
-    num, called = request.num_choices, request.choices_field
-    if num < request.n:
-        raise RequestError(f"best_of: must be at least n, {request.n}, but is {num}", param="best_of")
-    if num > model.max_choices:
-        text = f"{called}: is {num}; a replica runs at most {model.max_choices} choices at once"
-        raise RequestError(text, param=called)
-
-
 def _check_chat(chat: Chat, model: ModelCard) -> None:
     limit = min(MAX_MESSAGES, model.max_model_len)  # each message has at least one token
     if len(chat.messages) > limit:
-        text = f"messages: has {len(chat.messages)} messages; at most {limit} are accepted"
-        raise RequestError(text, param="messages")
+        _reject("messages", f"has {len(chat.messages)} messages; at most {limit} are accepted")
     if chat.num_calls > MAX_ALL_CALLS:
-        text = f"messages: has {chat.num_calls} tool calls; at most {MAX_ALL_CALLS} are accepted"
-        raise RequestError(text, param="messages")
+        _reject("messages", f"has {chat.num_calls} tool calls; at most {MAX_ALL_CALLS} are accepted")
     for number, message in enumerate(chat.messages):
         if len(message.get("role", "")) > MAX_ROLE_CHARS:
             param = f"messages[{number}].role"
-            raise RequestError(f"{param}: at most {MAX_ROLE_CHARS} characters are accepted", param=param)
-
-
-def _check_grammar(request: CompletionRequest) -> None:
-    """Reject fields that contradict the grammar, which alone decides where an answer ends."""
-    if request.grammar is None:
-        return
-    for name, value in (("ignore_eos", request.ignore_eos), ("min_tokens", request.min_tokens)):
-        if value:
-            text = f"{name}: cannot be combined with {request.grammar_field}, which decides where the answer ends"
-            raise RequestError(text, param=name)
+            _reject(param, f"at most {MAX_ROLE_CHARS} characters are accepted")
 
 
 def _token_rules(
@@ -354,18 +325,29 @@ def _token_rules(
 
 def _check_stops(request: CompletionRequest) -> None:
     if len(request.stop) > MAX_STOPS:
-        raise RequestError(f"stop: has {len(request.stop)} strings; at most {MAX_STOPS} are accepted", param="stop")
+        _reject("stop", f"has {len(request.stop)} strings; at most {MAX_STOPS} are accepted")
     for stop in request.stop:
         if not 0 < len(stop) <= MAX_STOP_CHARS:
-            raise RequestError(
-                f"stop: a stop string must have 1 to {MAX_STOP_CHARS} characters, not {len(stop)}", param="stop"
-            )
+            _reject("stop", f"a stop string must have 1 to {MAX_STOP_CHARS} characters, not {len(stop)}")
     if len(request.stop_token_ids) > MAX_STOP_TOKENS:
-        raise RequestError(f"stop_token_ids: at most {MAX_STOP_TOKENS} are accepted", param="stop_token_ids")
+        _reject("stop_token_ids", f"at most {MAX_STOP_TOKENS} are accepted")
 
 
 def check_token_ids(token_ids: tuple[int, ...], model: ModelCard, *, param: str) -> None:
     """Check that the ids are in the vocabulary. Raises RequestError."""
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < model.vocab_size:
         wrong = min(token_ids) if min(token_ids) < 0 else max(token_ids)
-        raise RequestError(f"{param}: token id {wrong} is out of range [0, {model.vocab_size})", param=param)
+        _reject(param, f"token id {wrong} is out of range [0, {model.vocab_size})")
+
+
+def _check_bad_words(words: Sequence[str]) -> None:
+    """Check the number and length of the words. Raises RequestError."""
+    if len(words) > MAX_BAD_WORDS:
+        _reject("bad_words", f"has {len(words)} words; at most {MAX_BAD_WORDS} are accepted")
+    for word in words:
+        if not word.strip() or len(word) > MAX_BAD_WORD_CHARS:
+            _reject("bad_words", f"each word must have 1 to {MAX_BAD_WORD_CHARS} characters, not all of them spaces")
+
+
+def _reject(param: str, problem: str) -> NoReturn:
+    raise RequestError(f"{param}: {problem}", param=param)

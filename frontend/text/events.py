@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
 from core.types.request import FinishReason, SampledToken
@@ -115,14 +115,8 @@ class TokenUsage:
     rejected_prediction_tokens: int = 0  # rejected draft tokens
 
     def __add__(self, other: TokenUsage) -> TokenUsage:
-        return TokenUsage(
-            prompt_tokens=self.prompt_tokens + other.prompt_tokens,
-            completion_tokens=self.completion_tokens + other.completion_tokens,
-            reasoning_tokens=self.reasoning_tokens + other.reasoning_tokens,
-            cached_tokens=self.cached_tokens + other.cached_tokens,
-            accepted_prediction_tokens=self.accepted_prediction_tokens + other.accepted_prediction_tokens,
-            rejected_prediction_tokens=self.rejected_prediction_tokens + other.rejected_prediction_tokens,
-        )
+        mine, others = asdict(self), asdict(other)
+        return TokenUsage(**{name: mine[name] + others[name] for name in mine})
 
 
 @dataclass(frozen=True, kw_only=True)

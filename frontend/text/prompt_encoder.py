@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 
 from core.types.errors import ContextLengthExceeded, RequestError
+from core.types.request import MAX_BAD_WORD_TOKENS
 from frontend.chat.chat import Chat
 from frontend.chat.chat_template import ChatTemplate
 from frontend.chat.output_format import OutputFormat
 from frontend.chat.thinking import thinking_variables, unheeded_fields
-from frontend.text.bad_words import bad_words_as_tokens
 from frontend.text.completion_request import CompletionRequest, ModelCard, check, check_token_ids
 from frontend.text.text_threads import TextThreads
 from frontend.text.tokenizer import Tokenizer
@@ -21,57 +23,50 @@ _MAX_KNOWN = 64  # cached bad_words lists: all prompts of one body share theirs,
 _MARK = 16  # tokens at the end of a prompt, enough for any thinking tag
 
 
+@dataclass(eq=False)
 class PromptEncoder:
     """Encodes prompts for one model. Bound to one event loop."""
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        chat_template: ChatTemplate,
-        *,
-        model: ModelCard,
-        output_format: OutputFormat,
-        threads: TextThreads,
-    ) -> None:
-        self.output_format = output_format
-        self.shown_ids = tokenizer.special_ids_in(output_format.markers)  # special tokens that answer readers need
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate
+    model: ModelCard
+    output_format: OutputFormat
+    threads: TextThreads
+
+    def __post_init__(self) -> None:
+        tokenizer, frame = self.tokenizer, self.output_format.frame
+        # Special tokens that answer readers need.
+        self.shown_ids = tokenizer.special_ids_in(self.output_format.markers)
         # Tokens that end an answer.
-        self.end_ids = tokenizer.eos_token_ids | tokenizer.ids_of(
-            output_format.frame.ends if output_format.frame else ()
-        )
-        self.tokenizer = tokenizer
-        self.chat_template = chat_template
-        self._model = model
-        self._threads = threads
+        self.end_ids = tokenizer.eos_token_ids | tokenizer.ids_of(frame.ends if frame else ())
         self._bad_words_as_tokens = lru_cache(_MAX_KNOWN)(partial(bad_words_as_tokens, tokenizer))
 
     def least_tokens(self, request: CompletionRequest) -> int:
         """Return a lower bound of the request's tokens: its size, as if every token were the longest one."""
-        least, num_kept = self._least_in(request), request.truncate_prompt_tokens
+        least, num_kept = self._least_in(request.prompt), request.truncate_prompt_tokens
         if num_kept is not None:
-            least = min(least, num_kept if num_kept > 0 else self._model.max_model_len)
+            least = min(least, num_kept if num_kept > 0 else self.model.max_model_len)
         return least + request.num_choices
 
-    def _least_in(self, request: CompletionRequest) -> int:
+    def _least_in(self, prompt: str | Chat | tuple[int, ...]) -> int:
         """Return a lower bound of the tokens of the untruncated prompt."""
-        prompt = request.prompt
-        if isinstance(prompt, tuple):
-            return len(prompt)
-        return max(1, -(-num_chars(prompt) // self.tokenizer.longest_token))
+        return (
+            len(prompt) if isinstance(prompt, tuple) else max(1, -(-num_chars(prompt) // self.tokenizer.longest_token))
+        )
 
     async def tokenize(self, request: CompletionRequest) -> tuple[int, ...]:
         """Return the tokens of its prompt, subject to the usual limits. Raises RequestError and other ClusterErrors."""
-        check(request, self._model)
+        check(request, self.model)
         return await self.encode(request)
 
     async def detokenize(self, request: CompletionRequest) -> str:
         """Return the text of a prompt of token ids, including special tokens. Raises RequestError."""
         assert isinstance(request.prompt, tuple)
-        if (number := len(request.prompt)) > self._model.max_model_len:
-            text = f"tokens: has {number} tokens; this model's context holds {self._model.max_model_len}"
+        if (number := len(request.prompt)) > self.model.max_model_len:
+            text = f"tokens: has {number} tokens; this model's context holds {self.model.max_model_len}"
             raise ContextLengthExceeded(text, param="tokens")
-        check_token_ids(request.prompt, self._model, param="tokens")
-        check(request, self._model)
+        check_token_ids(request.prompt, self.model, param="tokens")
+        check(request, self.model)
         return await self.text_of(request, request.prompt)
 
     async def text_of(self, request: CompletionRequest, prompt_ids: tuple[int, ...], *, is_cut: bool = False) -> str:
@@ -79,20 +74,21 @@ class PromptEncoder:
         if isinstance(request.prompt, str) and not is_cut:
             return request.prompt
         decode = partial(self.tokenizer.decode, prompt_ids, skip_special_tokens=False)
-        return await self._threads.run(request.key_id, decode) if len(prompt_ids) > _MANY_TOKENS else decode()
+        return await self.threads.run(request.key_id, decode) if len(prompt_ids) > _MANY_TOKENS else decode()
 
     async def encode(self, request: CompletionRequest, *, num_other_chars: int = 0) -> tuple[int, ...]:
         """Return the tokens of a checked request. num_other_chars: characters of other prompts in the same call."""
         prompt = request.prompt
         if isinstance(prompt, tuple):
             return prompt
-        if isinstance(prompt, Chat) and self._has_unread_calls(prompt):
-            text = "tools: turned off for this model; the operator can set model.tool_parser to auto"
-            raise RequestError(text, param="tools")
+        if isinstance(prompt, Chat) and prompt.tools and prompt.forced is None:
+            if self.chat_template.knows_tools and not self.output_format.calls:
+                text = "tools: turned off for this model; the operator can set model.tool_parser to auto"
+                raise RequestError(text, param="tools")
         # A prompt that would not fit even if every token were the longest one is rejected without tokenizing.
-        if self._least_in(request) > self._model.max_model_len:
+        if self._least_in(prompt) > self.model.max_model_len:
             raise ContextLengthExceeded(
-                f"this model's context holds {self._model.max_model_len} tokens; the prompt of {num_chars(prompt)} "
+                f"this model's context holds {self.model.max_model_len} tokens; the prompt of {num_chars(prompt)} "
                 "characters exceeds it",
                 param="messages" if isinstance(prompt, Chat) else "prompt",
             )
@@ -100,7 +96,7 @@ class PromptEncoder:
         if isinstance(prompt, Chat):
             total_chars += _MESSAGE * (len(prompt.messages) + prompt.num_calls)
         if total_chars > _LONG_TEXT:
-            return await self._threads.run(request.key_id, self._encode, prompt, request.add_special_tokens)
+            return await self.threads.run(request.key_id, self._encode, prompt, request.add_special_tokens)
         return self._encode(prompt, request.add_special_tokens)
 
     async def bad_words_of(self, request: CompletionRequest) -> tuple[tuple[int, ...], ...]:
@@ -108,13 +104,8 @@ class PromptEncoder:
         space. Raises RequestError if they are too many."""
         words = request.bad_words
         if sum(map(len, words)) > _LONG_TEXT:
-            return await self._threads.run(request.key_id, self._bad_words_as_tokens, words)
+            return await self.threads.run(request.key_id, self._bad_words_as_tokens, words)
         return self._bad_words_as_tokens(words)
-
-    def _has_unread_calls(self, chat: Chat) -> bool:
-        return (
-            bool(chat.tools) and self.chat_template.knows_tools and not self.output_format.calls and chat.forced is None
-        )
 
     def unheeded(self, chat: Chat, prompt_ids: tuple[int, ...]) -> list[str]:
         """Return the client's fields about thinking that have no effect with this model."""
@@ -145,3 +136,20 @@ def num_chars(prompt: str | Chat | tuple[int, ...]) -> int:
     if isinstance(prompt, tuple):
         return 0
     return prompt.num_chars if isinstance(prompt, Chat) else len(prompt)
+
+
+def bad_words_as_tokens(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Return the tokens of each word at the beginning of a text and after a space. Raises RequestError if they are too
+    many."""
+    found, num_tokens = dict[tuple[int, ...], None](), 0
+    for word in words:
+        short, long = (tuple(tokenizer.encode(space + word.lstrip(), add_special_tokens=False)) for space in ("", " "))
+        found[short] = None
+        if long[-len(short) :] != short:  # otherwise banning `short` covers both
+            found[long] = None
+        num_tokens += len(short) + len(long)
+        if num_tokens > 2 * MAX_BAD_WORD_TOKENS:
+            raise RequestError(
+                f"bad_words: has too many tokens; at most {MAX_BAD_WORD_TOKENS} are accepted", param="bad_words"
+            )
+    return tuple(found)

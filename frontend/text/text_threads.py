@@ -15,6 +15,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 _Waiting: TypeAlias = dict[asyncio.Future[Any], Callable[[], Any]]  # the work of each future, in order
 
+_CLOSED = "this router stops serving the requested model; retry"
 _NUM_THREADS = 3
 _MAX_PENDING = 64  # large requests of one router, running or waiting; each may be 10 MiB
 
@@ -29,7 +30,7 @@ class TextThreads:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="text")
         self._num_threads = num_threads
         self._max_pending = max_pending
-        self._pending: Counter[str] = Counter()  # by key, like the next two
+        self._pending: Counter[str] = Counter()  # by key, like the next two; subtraction drops counts of zero
         self._running: Counter[str] = Counter()
         self._waiting: OrderedDict[str, _Waiting] = OrderedDict()  # in order of turns
         self._is_closed = False
@@ -41,7 +42,7 @@ class TextThreads:
         discards queued work; running work continues to its end.
         """
         if self._is_closed:
-            raise _closed()
+            raise ModelUnavailable(_CLOSED)
         num_pending, of_key = self._pending.total(), self._pending[key_id] if key_id else 0
         if num_pending >= self._max_pending or 4 * of_key >= 3 * self._max_pending:
             raise CapacityError(f"too many large requests are being read: {num_pending}; retry", retry_after_s=1.0)
@@ -59,12 +60,11 @@ class TextThreads:
         waiting, self._waiting = self._waiting, OrderedDict()
         for key_id, works in waiting.items():
             for future in works:
-                _decrement(self._pending, key_id)
+                self._pending -= Counter([key_id])
                 if not future.done():
-                    future.set_exception(_closed())
+                    future.set_exception(ModelUnavailable(_CLOSED))
 
     def _start_some(self) -> None:
-        """Start queued work on idle threads."""
         most = max(1, self._num_threads - 1)
         while self._running.total() < self._num_threads:
             key_id = next((each for each in self._waiting if not each or self._running[each] < most), None)
@@ -77,7 +77,7 @@ class TextThreads:
             else:
                 del self._waiting[key_id]
             if future.cancelled():
-                _decrement(self._pending, key_id)
+                self._pending -= Counter([key_id])
                 continue
             self._running[key_id] += 1
             running = asyncio.get_running_loop().run_in_executor(self._threads, work)
@@ -86,14 +86,14 @@ class TextThreads:
     def _discard_cancelled(self, key_id: str, future: asyncio.Future[Any]) -> None:
         """Discard the queued work of a cancelled caller."""
         if future.cancelled() and future in (waiting := self._waiting.get(key_id, {})):
-            _decrement(self._pending, key_id)
+            self._pending -= Counter([key_id])
             del waiting[future]
             if not waiting:
                 del self._waiting[key_id]
 
     def _ended(self, key_id: str, future: asyncio.Future[Any], running: asyncio.Future[Any]) -> None:
-        _decrement(self._pending, key_id)
-        _decrement(self._running, key_id)
+        self._pending -= Counter([key_id])
+        self._running -= Counter([key_id])
         error = None if running.cancelled() else running.exception()
         if future.done():
             pass  # the caller was cancelled
@@ -105,13 +105,3 @@ class TextThreads:
             future.set_result(running.result())
         if not running.cancelled():  # cancelled only by the closed pool
             self._start_some()
-
-
-def _closed() -> ModelUnavailable:
-    return ModelUnavailable("this router stops serving the requested model; retry")
-
-
-def _decrement(counts: Counter[str], key_id: str) -> None:
-    counts[key_id] -= 1
-    if not counts[key_id]:
-        del counts[key_id]

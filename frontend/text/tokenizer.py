@@ -128,7 +128,19 @@ class TokenBytes:
             raise SpecError("tokenizer.json has no decoder, so tokens cannot be converted to text")
         table = cls(tokenizer)
         for step in _steps(json.loads(tokenizer.decoder.__getstate__())):
-            table._add(step)
+            match step:
+                case {"type": "ByteLevel"}:
+                    table.is_byte_level = True
+                case {"type": "ByteFallback"}:
+                    table.has_byte_fallback = True
+                case {"type": "Replace", "pattern": {"String": pattern}, "content": content}:
+                    table.replacements.append((pattern, content))
+                case {"type": "Metaspace", "replacement": pattern}:
+                    table.replacements.append((pattern, " "))
+                case {"type": "Fuse"} | {"type": "Strip", "content": " ", "start": 0 | 1, "stop": 0}:
+                    pass  # joins tokens, or strips the very first space
+                case _:
+                    raise SpecError(f"tokenizer.json: unsupported decoder step {step}; use ByteLevel or ByteFallback")
         return table
 
     def of_id(self, token_id: int) -> bytes:
@@ -137,21 +149,6 @@ class TokenBytes:
             token = self.tokenizer.id_to_token(token_id)
             found = self._table[token_id] = b"" if token is None else self._of_token(token)
         return found
-
-    def _add(self, step: dict[str, Any]) -> None:
-        match step:
-            case {"type": "ByteLevel"}:
-                self.is_byte_level = True
-            case {"type": "ByteFallback"}:
-                self.has_byte_fallback = True
-            case {"type": "Replace", "pattern": {"String": pattern}, "content": content}:
-                self.replacements.append((pattern, content))
-            case {"type": "Metaspace", "replacement": pattern}:
-                self.replacements.append((pattern, " "))
-            case {"type": "Fuse"} | {"type": "Strip", "content": " ", "start": 0 | 1, "stop": 0}:
-                pass  # joins tokens, or strips the very first space
-            case _:
-                raise SpecError(f"tokenizer.json: unsupported decoder step {step}; use ByteLevel or ByteFallback")
 
     def _of_token(self, token: str) -> bytes:
         if self.has_byte_fallback and (byte := _BYTE_TOKEN.fullmatch(token)):

@@ -12,7 +12,7 @@ from core.rpc.inference_pb2_grpc import InferenceStub
 from frontend.access.access import Access
 from frontend.grpc.api import open_grpc_api
 from frontend.http.app import create_app
-from frontend.text.models import Models
+from frontend.text.completion import Models
 from tests.cases.served import HI, Serve
 from tests.support.fake_token_service import FakeTokenService
 from tests.support.http_server import serve_http

@@ -18,7 +18,7 @@ from core.types.request import Sampling
 from frontend.access.access import Access
 from frontend.grpc.api import open_grpc_api
 from frontend.http.app import create_app
-from frontend.text.models import Models
+from frontend.text.completion import Models
 from frontend.text.sampling_defaults import sampling_defaults
 from tests.support.fake_token_service import FakeTokenService
 from tests.support.http_server import serve_http

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer as FastTokenizer
 
-from frontend.chat.output_format import OutputFormat
-from frontend.parsers.thinking import THINK
 from tests.cases.served import HI, TEMPLATES, Serve, Served, calls_of, function
 
 _HERMES = TEMPLATES["hermes_tools"] + "{# </think> #}"
@@ -89,7 +87,7 @@ async def _streamed(served: Served) -> list[Any]:
 
 async def test_unopened_thinking_is_streamed_as_reasoning_if_the_operator_says_so(serve: Serve) -> None:
     """raullenchai/Rapid-MLX#1570"""
-    async with serve(chat_template=_HERMES, output_format=OutputFormat("hermes", THINK, begins_inside=True)) as served:
+    async with serve(chat_template=_HERMES, tool_parser="hermes", reasoning_parser="deepseek_r1") as served:
         served.say("thoughts</think>answer")
         assert await _streamed(served) == ["thoughts", "answer", []]
 

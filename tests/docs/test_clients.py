@@ -14,7 +14,7 @@ from docs.generate.__main__ import ROOT
 from frontend.access.access import Access
 from frontend.grpc.api import open_grpc_api
 from frontend.http.app import create_app
-from frontend.http.certificates import Certificates
+from frontend.http.connections import Certificates
 from frontend.text.completion import Completions
 from frontend.text.tokenizer import Tokenizer
 from tests.docs.test_extending import FILES

@@ -94,7 +94,7 @@ async def _look(services: list[RouterService]) -> None:
     async def is_shown() -> bool:
         return bool((await admins[0].get("/debug/view")).json()["autoscaler"])
 
-    services[0].report_traffic(answer)
+    services[0].own.report_traffic(answer)
     await told(is_shown)
     view = (await admins[0].get("/debug/view")).json()
     lines = plain([view, (await admins[1].get("/debug/view")).json()]).splitlines()

@@ -27,7 +27,7 @@ _SHOWN = {
     ("frontend/responses/answer.py", "time.time"),
     ("frontend/text/completion_request.py", "time.time"),
     ("frontend/chat/template_sandbox.py", "datetime.now"),
-    ("frontend/text/audit_log.py", "time.time"),
+    ("frontend/text/usage.py", "time.time"),
     ("router/telemetry/tracing.py", "time.time_ns"),
     ("router/telemetry/view.py", "time.time"),
     ("cluster/launch/host_checks.py", "time.time"),  # compares the hosts' clocks

@@ -9,7 +9,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from core.identity.authority import Authority, open_files
+from core.identity.authority import Authority
 from core.identity.credentials import Identity
 from core.rpc.worker_pb2 import Frame
 from core.types.errors import ReplicaLost
@@ -122,7 +122,7 @@ async def test_an_operators_own_authority_issues_and_is_replaced_under_running_r
         decode = cluster.seen(cluster.pools[Role.DECODE][0])
         await cluster.until(lambda: decode.status.running == 1)
         issue_authority("second", root).write(tmp_path, "issuing")
-        cluster.authority = open_files(cluster.spec.security)
+        cluster.authority = Authority.from_files(cluster.spec.security)
         fresh = await cluster.add(Role.PREFILL)
         assert cluster.seen(fresh).is_usable, "the others still show certificates of the first"
         cluster.renew()

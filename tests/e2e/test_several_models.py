@@ -15,7 +15,8 @@ from openai import AsyncOpenAI
 from core.rpc import inference_pb2 as pb
 from core.rpc import inference_pb2_grpc as rpc
 from core.types.request import Sampling
-from frontend.attached_deployments import AttachedDeployment, AttachedIdentity
+from frontend.attached_deployments import AttachedDeployment
+from frontend.served_model import RouterMembership
 from tests.e2e.conftest import Lab, exact_tree
 from tests.engine.steps import prompts
 from tests.support.identities import router
@@ -52,7 +53,7 @@ async def test_second_model_joins_serves_fails_and_leaves_while_the_first_stream
                     beside = tree_of("second", name="beside", endpoints="cluster")
                     async with lab.own(dirs["second"], is_alone=False, **beside) as second:
                         attached_deployments.append(attached(second))
-                        await becomes(lambda: service.models == ["first", "second"])
+                        await becomes(lambda: service.served.names == ["first", "second"])
                         assert [model.id async for model in client.models.list()] == ["first", "second"]
                         for model, ids in expected.items():
                             assert [await ids_of(client, model, prompt) for prompt in _ASKED] == ids
@@ -62,14 +63,14 @@ async def test_second_model_joins_serves_fails_and_leaves_while_the_first_stream
                     assert service.is_ready(), "for the other model"
                     assert await ids_of(client, "first", _ASKED[0]) == expected["first"][0]
                     attached_deployments.clear()
-                    await becomes(lambda: service.models == ["first"])
+                    await becomes(lambda: service.served.names == ["first"])
                     with pytest.raises(openai.NotFoundError, match="model 'second' is not served here; 'first' is"):
                         await ids_of(client, "second", _ASKED[0])
 
 
 def attached(cluster: LocalCluster) -> AttachedDeployment:
-    async def enter() -> AttachedIdentity:
-        return AttachedIdentity(identity=cluster.identity(router("router-1", deployment=cluster.spec.name)))
+    async def enter() -> RouterMembership:
+        return RouterMembership(identity=cluster.identity(router("router-1", deployment=cluster.spec.name)))
 
     return AttachedDeployment(spec=cluster.spec, credentials=cluster.credentials, enter=enter)
 

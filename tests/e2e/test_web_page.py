@@ -83,7 +83,7 @@ async def _look(page: Any, service: RouterService, cluster: LocalCluster) -> Non
     cluster.processes = False  # a replica in this process can switch its role
     added = await cluster.add(Role.DECODE)
     began = time.monotonic()
-    await becomes(lambda: service.health()["decode"] == 2)
+    await becomes(lambda: service.own.health()["decode"] == 2)
     await page.wait_for_selector(ready.format(added.id), timeout=_SHOWN_MS)
     print(f"a replica more is shown {time.monotonic() - began:.2f} s after it can be used")
     await page.locator("#events tr", has_text="decode-1").first.wait_for(timeout=_WAIT_MS)
@@ -93,7 +93,7 @@ async def _look(page: Any, service: RouterService, cluster: LocalCluster) -> Non
     # Switch a role and remove a replica.
     successor = await cluster.switch(added)
     began = time.monotonic()
-    await becomes(lambda: service.health()["prefill"] == 2)
+    await becomes(lambda: service.own.health()["prefill"] == 2)
     await page.wait_for_selector(ready.format(successor.id), timeout=_SHOWN_MS)
     await page.wait_for_selector(ready.format(added.id), state="detached", timeout=_SHOWN_MS)
     print(f"a role switch is shown {time.monotonic() - began:.2f} s after it")

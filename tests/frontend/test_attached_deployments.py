@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,9 @@ from core.identity.deployment_secrets import DeploymentSecrets
 from core.spec.loader import parse_spec
 from core.types.errors import DeployError, ModelUnavailable, UnknownModel
 from frontend import attached_deployments as attached_module
-from frontend.attached_deployments import AttachedDeployment, AttachedDeployments, AttachedIdentity
-from frontend.served_model import ServedModel
-from frontend.text.models import Models
+from frontend.attached_deployments import AttachedDeployment, AttachedDeployments
+from frontend.served_model import RouterMembership, ServedModel
+from frontend.text.completion import Models
 from tests.core.model.test_config import write_no_weights
 from tests.engine.tiny_models import tiny_config
 from tests.support.fake_token_service import FakeTokenService
@@ -57,11 +58,11 @@ class Ray:
         tree = {"name": name, "model": {"source": str(model_dir), "served_name": served_name or name}}
         spec = parse_spec(tree | {"router": {"endpoints": "main"}, "security": {"tls": "off"}})
 
-        async def enter() -> AttachedIdentity:
+        async def enter() -> RouterMembership:
             if fails:
                 raise DeployError(f"{name}'s controller is gone")
             identity = in_clear(router(deployment=name))
-            return AttachedIdentity(identity=identity, leave=lambda: self.left.append(name))
+            return RouterMembership(identity=identity, leave=lambda: self.left.append(name))
 
         return AttachedDeployment(spec=spec, credentials=DeploymentSecrets.new(index_url=redis_url), enter=enter)
 
@@ -79,7 +80,8 @@ def checkpoint_dir(tmp_path_factory: pytest.TempPathFactory, byte_level_dir: Pat
 @asynccontextmanager
 async def following(ray: Ray, completions: MakeCompletions) -> AsyncIterator[tuple[Models, AttachedDeployments]]:
     models = Models(completions(FakeTokenService(), name="own"))
-    attached_deployments = AttachedDeployments(models, ray.find, node="127.0.0.1", has_many_tenants=lambda: False)
+    open_model = partial(ServedModel.open, node="127.0.0.1", has_many_tenants=lambda: False, tracing=None)
+    attached_deployments = AttachedDeployments(models, ray.find, open_model)
     await attached_deployments.settle()
     task = asyncio.create_task(attached_deployments.follow_forever())
     try:
@@ -173,7 +175,16 @@ async def test_failing_deployment_does_not_affect_others(
         ):
             models.find("broken")
         ray.attached_deployments = [well]
-        await becomes(lambda: not models.is_known("broken"))
+        await becomes(lambda: is_unknown(models, "broken"))
+
+
+def is_unknown(models: Models, name: str) -> bool:
+    with suppress(ModelUnavailable):
+        try:
+            models.find(name)
+        except UnknownModel:
+            return True
+    return False
 
 
 async def test_deployments_stay_while_they_cannot_be_listed(

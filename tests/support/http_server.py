@@ -8,8 +8,7 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
-from frontend.http.connections import HTTP_ENDPOINT, HttpLimits
-from frontend.http.http_listener import HttpListener
+from frontend.http.connections import HTTP_ENDPOINT, HttpLimits, HttpListener
 from tests.support import quick_uvicorn  # noqa: F401
 
 

@@ -19,7 +19,7 @@ import redis
 import decode_worker.actor
 import prefill_worker.actor
 from cluster.control.replica import role_of
-from core.identity.authority import Authority, open_files
+from core.identity.authority import Authority
 from core.identity.credentials import Identity
 from core.identity.deployment_secrets import DeploymentSecrets, Purpose
 from core.identity.process_name import ProcessName
@@ -392,7 +392,7 @@ def make_cluster(spec: Spec, redis_url: str, *, is_alone: bool = True, **options
     if is_alone:
         with redis.Redis.from_url(redis_url) as client:
             client.flushdb()
-    authority = open_files(spec.security) if spec.security.tls == "files" else Authority.create(spec.name)
+    authority = Authority.from_files(spec.security) if spec.security.tls == "files" else Authority.create(spec.name)
     return LocalCluster(
         launch=Launch(spec=spec, log_dir="unused", credentials=DeploymentSecrets.new(index_url=redis_url)),
         authority=authority,

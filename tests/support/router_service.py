@@ -28,7 +28,7 @@ async def router_service(
     identity = cluster.identity(router(name, deployment=spec.name))
     service = await RouterService.open(spec, credentials=cluster.credentials, identity=identity, **options)
     try:
-        await becomes(lambda: all(service.health()[role.value] == len(cluster.pools[role]) for role in Role))
+        await becomes(lambda: all(service.own.health()[role.value] == len(cluster.pools[role]) for role in Role))
         yield service
     finally:
         await service.close()

@@ -28,8 +28,7 @@ from frontend.grpc.api import GrpcApi, open_grpc_api
 from frontend.http.app import create_app
 from frontend.http.connections import GRPC_ENDPOINT, ConnectionLimits
 from frontend.responses.stored import StoredResponses
-from frontend.text.completion import Completions
-from frontend.text.models import Models
+from frontend.text.completion import Completions, Models
 from tests.frontend.access.keys import IssuedKey
 from tests.support.fake_token_service import FakeTokenService
 from tests.support.http_server import serve_http

@@ -7,12 +7,11 @@ from pathlib import Path
 
 from core.grammar.compiler import GrammarCompiler
 from frontend.chat.chat_template import ChatTemplate
-from frontend.chat.output_format import OutputFormat
 from frontend.chat.template_files import find_chat_template
-from frontend.text.audit_log import RequestAuditLog
 from frontend.text.completion import Completions
 from frontend.text.completion_request import MAX_CHOICES, NEUTRAL, ModelCard
 from frontend.text.tokenizer import Tokenizer
+from frontend.text.usage import RequestAuditLog
 from router.telemetry.metrics import Metrics
 from router.telemetry.tracing import Tracing
 from tests.support.fake_token_service import FakeTokenService
@@ -37,7 +36,8 @@ class MakeCompletions:
         max_held: Callable[[], int | None] = lambda: None,
         audit_log: Path | None = None,
         chat_template: str | Mapping[str, str] | None = None,
-        output_format: OutputFormat | None = None,
+        tool_parser: str = "auto",
+        reasoning_parser: str = "auto",
         has_grammars: bool = False,
         tracing: Tracing | None = None,
         sampling_defaults: Mapping[str, float] = NEUTRAL,
@@ -50,7 +50,8 @@ class MakeCompletions:
             token_service=token_service or FakeTokenService(max_context=max_context),
             tokenizer=tokenizer,
             chat_template=template,
-            output_format=output_format,
+            tool_parser=tool_parser,
+            reasoning_parser=reasoning_parser,
             model=ModelCard(
                 id=name,
                 max_context=max_context,
@@ -69,3 +70,9 @@ class MakeCompletions:
             grammars=GrammarCompiler(self._model_dir, vocab_size=tokenizer.vocab_size) if has_grammars else None,
             tracing=tracing,
         )
+
+
+def outcomes(completions: Completions) -> dict[str, float]:
+    """Return the number of requests by outcome, from the metrics."""
+    samples = [s for family in completions.metrics.requests.collect() for s in family.samples]
+    return {s.labels["outcome"]: s.value for s in samples if s.name == "xpyd_requests_total" and s.value}

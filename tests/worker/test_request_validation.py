@@ -11,7 +11,7 @@ import pytest
 from core.rpc import worker_pb2 as pb
 from core.types.errors import ContextLengthExceeded, RequestError
 from core.types.request import Grammar, GrammarKind, Sampling, SequenceRequest, ThinkingBudget, TokenRules
-from frontend.access.keyring import salt_of
+from frontend.access.access import salt_of
 from worker.request_validation import check_request, prefix_source_of
 
 _TEN = tuple(range(10))

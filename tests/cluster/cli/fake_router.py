@@ -11,7 +11,7 @@ from ray import serve
 from cluster.ray.store import CONTROLLER, namespace
 from core.spec.schema import Spec
 from core.types.launch import Launch
-from frontend.admin.admin_api import create_admin_app, open_admin_listener
+from frontend.admin.admin_server import create_admin_app, open_admin_listener
 
 
 @serve.deployment(ray_actor_options={"num_cpus": 0})

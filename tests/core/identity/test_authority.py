@@ -17,6 +17,7 @@ from cryptography.hazmat.primitives import serialization
 from core.identity import credentials as credentials_module
 from core.identity.authority import LIFE_S, Authority, KeyPair
 from core.identity.credentials import Certificate, Identity, Renewal, TlsCredentials
+from core.spec.schema import SecuritySpec
 from core.types.errors import DeployError, SpecError
 from tests.core.identity.authorities import IssuedAuthority, issue_authority
 from tests.support.identities import DEPLOYMENT, in_clear, rank, tls_credentials
@@ -83,21 +84,25 @@ def root() -> IssuedAuthority:
 def test_intermediate_authority_issues_with_its_chain(root: IssuedAuthority, tmp_path: Path) -> None:
     ca, _ = root.write(tmp_path, "root")
     certificate, key = issue_authority("for xpyd", root).write(tmp_path, "own")
-    found = tls_credentials(Authority.from_files(ca=ca, certificate=certificate, key=key), _NAME)
+    found = tls_credentials(
+        Authority.from_files(SecuritySpec(tls="files", ca=ca, certificate=certificate, key=key)), _NAME
+    )
     assert _names(found.certificate) == [_NAME.uri, _NAME.host]
     assert len(x509.load_pem_x509_certificates(found.certificate.chain)) == 2
 
 
 def test_root_authority_may_issue(root: IssuedAuthority, tmp_path: Path) -> None:
     ca, key = root.write(tmp_path, "root")
-    found = tls_credentials(Authority.from_files(ca=ca, certificate=ca, key=key), _NAME)
+    found = tls_credentials(Authority.from_files(SecuritySpec(tls="files", ca=ca, certificate=ca, key=key)), _NAME)
     assert _names(found.certificate) and len(x509.load_pem_x509_certificates(found.certificate.chain)) == 1
 
 
 def test_certificate_expires_no_later_than_its_chain(root: IssuedAuthority, tmp_path: Path) -> None:
     ca, _ = root.write(tmp_path, "root")
     certificate, key = issue_authority("for xpyd", root, days=0.5).write(tmp_path, "own")
-    found = tls_credentials(Authority.from_files(ca=ca, certificate=certificate, key=key), _NAME)
+    found = tls_credentials(
+        Authority.from_files(SecuritySpec(tls="files", ca=ca, certificate=certificate, key=key)), _NAME
+    )
     assert found.certificate.life_s < LIFE_S * 0.51
 
 
@@ -134,7 +139,7 @@ def _mistakes(root: IssuedAuthority, directory: Path) -> dict[str, tuple[dict[st
 def test_invalid_authority_file_is_one_line(root: IssuedAuthority, tmp_path: Path, mistake: str) -> None:
     files, expected = _mistakes(root, tmp_path)[mistake]
     with pytest.raises(SpecError) as rejected:
-        Authority.from_files(**files)
+        Authority.from_files(SecuritySpec(tls="files", **files))
     assert expected in str(rejected.value) and "\n" not in str(rejected.value)
 
 

@@ -7,8 +7,16 @@ from hashlib import blake2b
 
 import pytest
 
-from core.identity.deployment_secrets import DeploymentSecrets, Purpose
-from core.identity.signing import SIGNATURE_BYTES, is_signed, keyed_hash, sign, signed, verified
+from core.identity.deployment_secrets import (
+    SIGNATURE_BYTES,
+    DeploymentSecrets,
+    Purpose,
+    is_signed,
+    keyed_hash,
+    sign,
+    signed,
+    verified,
+)
 from core.spec.loader import parse_spec
 from core.types.launch import Launch
 

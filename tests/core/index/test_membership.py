@@ -14,7 +14,7 @@ import pytest
 from redis import Redis as BlockingRedis
 from redis.asyncio import Redis
 
-from core.identity.signing import sign
+from core.identity.deployment_secrets import sign
 from core.index import membership, presence, router_addresses
 from core.index.membership import Member, Membership, OtherVersion, RejectionReason
 from core.index.presence import Presence

@@ -18,7 +18,7 @@ from core.grammar.compiler import GrammarCompiler
 from core.model.tokenizer_file import BYTE_OF, TEKKEN, check_tokenizer, open_tokenizer
 from core.types.errors import SpecError
 from core.types.request import Grammar, GrammarKind
-from frontend.text.choice_text import Detokenizer
+from frontend.text.answer_events import Detokenizer
 from frontend.text.tokenizer import Tokenizer as ModelTokenizer
 from tests.core.model.test_gguf_tokenizer import KIMI
 from tests.support.tiny_tokenizers import CORPUS, make_byte_level, write_json

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from core.process.atomic_file import move_whole, write_whole
-from core.process.user_dirs import user_dir
+from core.process.atomic_file import move_whole, user_dir, write_whole
 from core.types.errors import DeployError, SpecError
 from tests.support.disks import FakeDisk, fill_disk
 

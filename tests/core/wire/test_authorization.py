@@ -18,6 +18,7 @@ from core.identity.process_name import ProcessName
 from core.identity.rules import RULES
 from core.rpc import transfer_pb2 as transfer
 from core.rpc import worker_pb2 as worker
+from core.spec.schema import SecuritySpec
 from core.wire.channel import listen, make_server, open_channel
 from tests.core.identity.authorities import issue_authority
 from tests.core.wire.every_rpc import METHODS, FakeServices, call, truthful
@@ -172,7 +173,9 @@ async def test_operators_authority_is_accepted(tmp_path: Path) -> None:
     """An intermediate authority: processes present its certificate and trust only the root."""
     root = issue_authority("the operator's root")
     certificate, key = issue_authority("for xpyd", root).write(tmp_path, "own")
-    authority = Authority.from_files(ca=root.write(tmp_path, "root")[0], certificate=certificate, key=key)
+    authority = Authority.from_files(
+        SecuritySpec(tls="files", ca=root.write(tmp_path, "root")[0], certificate=certificate, key=key)
+    )
     generate = "/cluster.worker.v1.DecodeWorker/Generate"
     async with _serving(proven(authority, _CALLEE)) as (address, _):
         for identity, status in (

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from core.types.api_key import ApiKey, KeyRegistry, new_key, new_secret
-from frontend.access.access import Access, Count
-from frontend.access.keyring import Keyring
+from frontend.access.access import Access, Count, Keyring
 from frontend.access.limiter import Limiter, LocalLimiter
 from frontend.access.limits import Limits
 

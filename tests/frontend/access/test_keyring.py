@@ -13,14 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 
+from core.identity.deployment_secrets import DeploymentSecrets, Purpose
 from core.index.key_channel import KeyPublisher, KeyReader
 from core.index.redis_client import connect_redis
 from core.process.ports import free_port
+from core.process.supervisor import Supervisor
 from core.types.api_key import OPERATOR, new_key
 from core.types.errors import KeysUnknown, RequestError, Unauthenticated
 from core.types.request import OFFLINE
-from frontend.access.access import Access
-from frontend.access.keyring import Client, Keyring, salt_of
+from frontend.access.access import Access, Client, Keyring, salt_of
 from frontend.text.completion_request import CompletionRequest
 from tests.frontend.access.keys import SALT_KEY, SEAL_KEY, IssuedKey, book_of, issue
 from tests.support.waiting import becomes
@@ -227,17 +228,21 @@ def _has_heard(ring: Keyring) -> bool:
     return True
 
 
-async def test_new_router_ignores_registries_older_than_the_controllers(wiped: str, publisher: KeyPublisher) -> None:
+async def test_new_router_ignores_registries_older_than_the_controllers(wiped: str) -> None:
     kept, revoked = issue("a"), issue("b")
+    credentials = DeploymentSecrets.new(index_url=wiped)
+    publisher = KeyPublisher(connect_redis(wiped), name="d", signing_key=credentials.key(Purpose.API_KEYS))
     # An old registry with a valid signature, restored by an attacker.
     await publisher.publish(book_of(kept, revoked, version=2))
-    words: Any = {"name": "d", "signing_key": SEAL_KEY, "salt_key": SALT_KEY, "is_required": True}
+    await publisher.close()
     access = await Access.follow(
-        wiped,
-        **words,
+        credentials,
+        name="d",
+        is_required=True,
         reports_cached_tokens=False,
         num_routers=1,
         count=lambda outcome: None,
+        tasks=Supervisor(),
         known=book_of(kept, version=3),
     )
     assert access.identify(kept.header).key == kept.key

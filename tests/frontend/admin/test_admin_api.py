@@ -6,23 +6,25 @@ import asyncio
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict, StringConstraints, TypeAdapter
 
 from cluster.launch.router_admin import ask_at, ask_here, seen_by
 from core.index.membership import Member
 from core.process.ports import free_ports
 from core.types.errors import DeployError
-from frontend.admin.admin_api import create_admin_app, open_admin_listener
-from frontend.admin.health_api import HealthProbes, add_health
-from frontend.admin.ui_page import UiPage
+from frontend.access.access import Access
+from frontend.admin.admin_server import UiPage, create_admin_app, open_admin_listener
+from frontend.http.app import create_app
+from tests.support.fake_token_service import FakeTokenService
 from tests.support.http_server import serve_http
 from tests.support.members import make_member
 from tests.support.plain_http import http_client
+from tests.support.tiny_service import MakeCompletions
 
 
 def app(
@@ -133,13 +135,10 @@ async def test_port_taken_by_another_process_is_skipped() -> None:
 
 
 @pytest.mark.parametrize("name", ["live", "ready", "startup"])
-async def test_each_probe_has_its_own_answer(name: str) -> None:
+async def test_each_probe_has_its_own_answer(completions: MakeCompletions, name: str) -> None:
     said = dict.fromkeys(("live", "ready", "startup"), True)
-    app = FastAPI()
-    add_health(
-        app,
-        HealthProbes(live=lambda: said["live"], ready=lambda: said["ready"], startup=lambda: said["startup"]),
-    )
+    probes = {probe: partial(said.__getitem__, probe) for probe in said}
+    app = create_app(completions(FakeTokenService()), access=Access.anybody(), is_healthy=lambda: True, probes=probes)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
         assert (await client.get(f"/health/{name}")).json() == {"status": "ok"}
         said[name] = False

@@ -17,9 +17,9 @@ from frontend.chat.output_format import OutputFormat
 from frontend.chat.thinking import thinking_budget
 from frontend.parsers.thinking import TAGS, THINK, Tags
 from frontend.structured_output.constrained_answer import bound_answer
-from frontend.structured_output.special_tokens import SpecialTokens
+from frontend.structured_output.lark import SpecialTokens
+from frontend.text.answer_events import ChoiceText
 from frontend.text.answer_reader import AnswerReader
-from frontend.text.choice_text import ChoiceText
 from frontend.text.completion_request import CompletionRequest
 from frontend.text.tokenizer import Tokenizer
 from tests.support.masks import is_allowed

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from core.rpc import inference_pb2 as pb
 from core.types.request import FinishReason, SampledToken, TokenLogprob
-from frontend.grpc.messages import ResponseBytes, response_of
+from frontend.grpc.messages import response_bytes, response_of
 from frontend.openai.answer import ChoiceChunks
 from frontend.openai.forms import ChatForm, Form, TextForm
 from frontend.text.answer_reader import CallText
@@ -113,7 +113,6 @@ _MORE = (
 
 @given(events=st.lists(st.builds(lambda delta, more: more(delta), _PLAIN, st.sampled_from(_MORE)), max_size=30))
 def test_cached_messages_equal_fresh_ones(byte_level: Tokenizer, events: list[Event]) -> None:
-    kept = ResponseBytes()
     for event in events:
         made = response_of(event, request_id="r", tokenizer=byte_level)
-        assert pb.GenerateResponse.FromString(kept.of(event, request_id="r", tokenizer=byte_level)) == made
+        assert pb.GenerateResponse.FromString(response_bytes(event, request_id="r", tokenizer=byte_level)) == made

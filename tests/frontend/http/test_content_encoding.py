@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import pytest
 
-from frontend.http.content_encoding import decoded
+from frontend.http.body import decoded
 from frontend.text.completion_request import MAX_REQUEST_BYTES
 from tests.support.serving import USER, Served
 

@@ -263,12 +263,6 @@ async def test_fifty_megabyte_body(served: Served, is_announced: bool) -> None:
     assert not served.fake.started
 
 
-async def test_fifty_megabyte_body_from_the_openai_client(served: Served) -> None:
-    with pytest.raises(openai.APIStatusError) as caught:
-        await served.client.completions.create(model="tiny", prompt="x" * 50_000_000)
-    assert caught.value.status_code == 413
-
-
 @pytest.mark.parametrize("more", [b"", b"expect: 100-continue\r\n"], ids=["at once", "on request"])
 @pytest.mark.parametrize("length", [50_000_000, 10**18])
 async def test_announced_length_is_rejected_before_the_body(address: tuple[str, int], length: int, more: bytes) -> None:

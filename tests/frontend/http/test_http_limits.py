@@ -14,8 +14,7 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from core.types.errors import DeployError
-from frontend.http.connections import HTTP_ENDPOINT
-from frontend.http.http_listener import HttpListener
+from frontend.http.connections import HTTP_ENDPOINT, HttpListener
 from tests.support.event_loops import on_both_loops
 from tests.support.waiting import WITHIN_S, becomes
 

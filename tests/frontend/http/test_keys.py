@@ -81,12 +81,6 @@ async def test_every_grpc_method_but_health_needs_a_key(serve: Serve) -> None:
     assert not served.fake.started
 
 
-async def test_any_key_is_accepted_if_none_is_required(serve: Serve) -> None:
-    served = await serve(access=access_with(issue("acme"), is_required=False))
-    assert (await served.client.completions.create(**BODY)).choices[0].text == "abca"
-    assert await served.generate(ASKED)
-
-
 # ---- limits
 
 

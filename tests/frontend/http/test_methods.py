@@ -13,9 +13,7 @@ from fastapi.routing import APIRoute
 
 from core.spec.schema import RouterSpec
 from frontend.access.access import Access
-from frontend.admin.admin_api import create_admin_app
-from frontend.admin.health_api import HealthProbes
-from frontend.admin.ui_page import UiPage
+from frontend.admin.admin_server import UiPage, create_admin_app
 from frontend.http.app import create_app
 from tests.support.fake_token_service import FakeTokenService
 from tests.support.http_server import serve_http
@@ -24,7 +22,7 @@ from tests.support.tiny_service import MakeCompletions
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-_PROBES = HealthProbes(live=lambda: True, ready=lambda: False, startup=lambda: True)
+_PROBES = {"live": lambda: True, "ready": lambda: False, "startup": lambda: True}
 
 
 class Listener(NamedTuple):

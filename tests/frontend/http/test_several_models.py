@@ -11,8 +11,7 @@ import pytest_asyncio
 
 from core.rpc import inference_pb2 as pb
 from core.types.errors import ModelUnavailable, RequestError, UnknownModel
-from frontend.text.completion import Completions
-from frontend.text.models import Models
+from frontend.text.completion import Completions, Models
 from frontend.text.tokenizer import Tokenizer
 from tests.support.fake_token_service import FakeTokenService
 from tests.support.serving import USER, Refusal, Served, serving

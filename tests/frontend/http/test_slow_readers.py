@@ -18,7 +18,6 @@ from core.rpc.inference_pb2_grpc import InferenceStub
 from frontend.access.access import Access
 from frontend.grpc.api import open_grpc_api
 from frontend.http.app import create_app
-from frontend.text.completion import Completions
 from tests.frontend.access.keys import access_with, issue
 from tests.frontend.http.raw_http2 import RawHttp2
 from tests.support import hosts
@@ -26,7 +25,7 @@ from tests.support.fake_token_service import FakeTokenService
 from tests.support.hosts import Cable
 from tests.support.http_server import serve_http
 from tests.support.serving import Serve, Served
-from tests.support.tiny_service import MakeCompletions
+from tests.support.tiny_service import MakeCompletions, outcomes
 from tests.support.waiting import becomes
 
 _LIMIT_S = 0.3
@@ -35,15 +34,6 @@ _LIMIT_S = 0.3
 @pytest.fixture
 async def served(serve: Serve) -> Served:
     return await serve(max_context=4096, max_unread_s=_LIMIT_S)
-
-
-def _ended(service: Completions) -> dict[str, float]:
-    samples = [sample for family in service.metrics.requests.collect() for sample in family.samples]
-    return {
-        sample.labels["outcome"]: sample.value
-        for sample in samples
-        if sample.name == "xpyd_requests_total" and sample.value
-    }
 
 
 def _request(body: dict[str, Any]) -> bytes:
@@ -58,10 +48,10 @@ async def test_http_client_that_does_not_read_is_cut_off(served: Served, prompt:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect(served.address)
         client.sendall(_request({"prompt": prompt, "n": 64, "max_tokens": 4000}))
-        await becomes(lambda: _ended(served.service))
+        await becomes(lambda: outcomes(served.service))
     if isinstance(prompt, str):
-        assert _ended(served.service) == {"client_too_slow": 1}
-    assert len(served.fake.ended) == len(served.fake.started) and "completed" not in _ended(served.service)
+        assert outcomes(served.service) == {"client_too_slow": 1}
+    assert len(served.fake.ended) == len(served.fake.started) and "completed" not in outcomes(served.service)
     assert served.fake.num_tokens < 64 * 4000, "it was paused before the end"
 
 
@@ -76,7 +66,7 @@ async def test_grpc_client_that_does_not_read_is_cut_off_with_a_reason(served: S
             while await call.read() is not grpc.aio.EOF:
                 pass
         assert await call.code() is grpc.StatusCode.ABORTED and "not read for" in await call.details()
-    assert _ended(served.service) == {"client_too_slow": 1} and served.fake.num_tokens < 64 * 4000
+    assert outcomes(served.service) == {"client_too_slow": 1} and served.fake.num_tokens < 64 * 4000
 
 
 async def test_slow_reader_is_only_paused(served: Served) -> None:
@@ -87,7 +77,7 @@ async def test_slow_reader_is_only_paused(served: Served) -> None:
         whole += part
         await asyncio.sleep(0)
     writer.close()
-    assert whole.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n") and _ended(served.service) == {"completed": 1}
+    assert whole.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n") and outcomes(served.service) == {"completed": 1}
 
 
 _MARKS = (
@@ -146,7 +136,7 @@ async def write_on(fake: FakeTokenService) -> None:
 async def place_comes_back(fake: FakeTokenService, access: Access) -> None:
     await becomes(lambda: fake.ended)
     await access.limits.settled()
-    async with access.limits.entered(access.identify(_KNOWN.header)):
+    async with access.limits.entered(access.identify(_KNOWN.header).key):
         pass
 
 

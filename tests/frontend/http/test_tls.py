@@ -21,7 +21,7 @@ from core.wire.client_access import EndpointAccess
 from frontend.access.access import Access
 from frontend.grpc.api import GrpcApi, open_grpc_api
 from frontend.http.app import create_app
-from frontend.http.certificates import Certificates
+from frontend.http.connections import Certificates
 from tests.frontend.access.keys import access_with, issue
 from tests.frontend.http.certificate_files import CertificateFiles, write_certificate
 from tests.support.event_loops import on_both_loops

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from core.rpc import inference_pb2 as pb
 from core.spec.schema import RouterSpec
-from frontend.grpc.chat import chat_of
+from frontend.grpc.messages import chat_of
 from frontend.text.tokenizer import Tokenizer
 from tests.support.serving import TEMPLATES, USER, Serve, Served
 

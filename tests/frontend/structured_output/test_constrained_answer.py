@@ -16,7 +16,7 @@ from frontend.chat.output_format import OutputFormat
 from frontend.parsers.thinking import THINK
 from frontend.structured_output import constrained_answer
 from frontend.structured_output.constrained_answer import bound_answer
-from frontend.structured_output.json_schema import without_look_around
+from frontend.structured_output.lark import without_look_around
 from frontend.text.answer_reader import AnswerReader
 from frontend.text.completion_request import CompletionRequest
 from frontend.text.tokenizer import Tokenizer

@@ -16,7 +16,7 @@ from frontend.chat.chat import Chat
 from frontend.chat.output_format import OutputFormat
 from frontend.parsers.thinking import THINK
 from frontend.structured_output.constrained_answer import bound_answer
-from frontend.structured_output.special_tokens import SpecialTokens
+from frontend.structured_output.lark import SpecialTokens
 from frontend.text.completion_request import CompletionRequest
 from frontend.text.tokenizer import Tokenizer
 from tests.support.masks import is_allowed

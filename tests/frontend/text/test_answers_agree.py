@@ -16,15 +16,15 @@ from core.types.request import FinishReason, Grammar, GrammarKind, SampledToken
 from frontend.anthropic.content import StreamedContent, WholeContent
 from frontend.chat.chat import Chat
 from frontend.chat.output_format import OutputFormat
-from frontend.grpc.messages import ResponseBytes
+from frontend.grpc.messages import response_bytes
 from frontend.http.event_stream import to_json
 from frontend.openai.forms import ChatForm, WholeChoice
 from frontend.parsers.formats import CALL_FORMATS
 from frontend.parsers.thinking import THINK
 from frontend.responses.events import ResponseEvents
 from frontend.responses.output import ResponseOutput
+from frontend.text.answer_events import ChoiceText
 from frontend.text.answer_reader import AnswerReader
-from frontend.text.choice_text import ChoiceText
 from frontend.text.completion_request import CompletionRequest
 from frontend.text.events import Delta, Finished
 from frontend.text.tokenizer import Tokenizer
@@ -155,9 +155,9 @@ def _openai_stream(events: Sequence[Delta | Finished], tokenizer: Tokenizer) -> 
 
 
 def _grpc_stream(events: Sequence[Delta | Finished], tokenizer: Tokenizer) -> Said:
-    kept, thinking, text, calls = ResponseBytes(), "", "", dict[int, tuple[str, str]]()
+    thinking, text, calls = "", "", dict[int, tuple[str, str]]()
     for event in events:
-        delta = pb.GenerateResponse.FromString(kept.of(event, request_id="r", tokenizer=tokenizer)).delta
+        delta = pb.GenerateResponse.FromString(response_bytes(event, request_id="r", tokenizer=tokenizer)).delta
         thinking += delta.reasoning
         text += delta.text
         for call in delta.tool_calls:

@@ -12,8 +12,8 @@ import pytest
 
 from core.spec.schema import RouterSpec
 from core.types.errors import RequestError
-from frontend.text.audit_log import RequestAuditLog
 from frontend.text.completion_request import CompletionRequest
+from frontend.text.usage import RequestAuditLog
 from tests.support.fake_token_service import FakeTokenService
 from tests.support.serving import Serve
 from tests.support.tiny_service import MakeCompletions

@@ -18,7 +18,6 @@ from core.types.errors import (
     DeadlineExceeded,
     ReplicaLost,
     RequestError,
-    UnknownModel,
 )
 from core.types.request import FinishReason, choice_seed
 from frontend.chat.chat import Chat
@@ -28,7 +27,7 @@ from frontend.text.events import Delta, Event, Finished, Summary
 from frontend.text.tokenizer import Tokenizer
 from tests.support.fake_token_service import FakeTokenService
 from tests.support.serving import blocked_threads
-from tests.support.tiny_service import MakeCompletions
+from tests.support.tiny_service import MakeCompletions, outcomes
 
 
 def request(prompt: Any = "The capital", **fields: Any) -> CompletionRequest:
@@ -43,11 +42,6 @@ async def run(completions: Completions, asked: CompletionRequest) -> list[Event]
 
 def text_of(events: Sequence[Event], choice: int = 0) -> str:
     return "".join(event.text for event in events if isinstance(event, Delta) and event.choice == choice)
-
-
-def outcomes(completions: Completions) -> dict[str, float]:
-    samples = [s for family in completions.metrics.requests.collect() for s in family.samples]
-    return {s.labels["outcome"]: s.value for s in samples if s.name == "xpyd_requests_total" and s.value}
 
 
 @pytest.mark.parametrize("fields", [{"n": 4}, {"best_of": 4}, {"n": 2, "best_of": 4}])
@@ -240,11 +234,6 @@ async def test_wrong_field_is_named(completions: MakeCompletions, param: str, fi
     assert caught.value.param == param
     assert not fake.started
     assert outcomes(service) == {"invalid_value": 1}
-
-
-async def test_unknown_model(completions: MakeCompletions) -> None:
-    with pytest.raises(UnknownModel, match="'gpt-9' is not served here; 'tiny' is"):
-        await completions().open(request(model="gpt-9"))
 
 
 @pytest.mark.parametrize(

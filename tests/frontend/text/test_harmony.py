@@ -21,9 +21,9 @@ from frontend.chat.thinking import thinking_budget, thinking_variables
 from frontend.openai.constraints import forced_grammar
 from frontend.openai.messages import FunctionAsTool, ToolGiven
 from frontend.structured_output.constrained_answer import bound_answer
-from frontend.structured_output.special_tokens import SpecialTokens
+from frontend.structured_output.lark import SpecialTokens
+from frontend.text.answer_events import ChoiceText
 from frontend.text.answer_reader import AnswerReader
-from frontend.text.choice_text import ChoiceText
 from frontend.text.completion_request import CompletionRequest
 from frontend.text.events import Delta
 from frontend.text.tokenizer import Tokenizer

@@ -17,8 +17,8 @@ from core.types.request import FinishReason, SampledToken
 from frontend.chat.chat import Chat
 from frontend.chat.chat_template import ChatTemplate
 from frontend.chat.output_format import OutputFormat
+from frontend.text.answer_events import ChoiceText, Detokenizer
 from frontend.text.answer_reader import AnswerReader
-from frontend.text.choice_text import ChoiceText, Detokenizer
 from frontend.text.completion_request import CompletionRequest
 from frontend.text.events import Delta
 from frontend.text.tokenizer import Tokenizer

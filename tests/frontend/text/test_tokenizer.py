@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from core.types.errors import SpecError
 from frontend.chat.chat_template import ChatTemplate
 from frontend.chat.template_files import find_chat_template
-from frontend.text.choice_text import Detokenizer
+from frontend.text.answer_events import Detokenizer
 from frontend.text.tokenizer import Tokenizer
 from tests.support.tiny_tokenizers import make_byte_fallback, make_byte_level, write_json
 
@@ -215,11 +215,6 @@ def test_tokenizing_a_long_text_does_not_block_others(smollm2_dir: Path) -> None
     while thread.is_alive():
         looks.append(time.perf_counter())
     assert max(after - before for before, after in pairwise(looks)) < took_s / 2
-
-
-def test_answer_ends_with_im_end(smollm2_dir: Path) -> None:
-    ours, _ = load(smollm2_dir)
-    assert "<|im_end|>" in {ours.token_text(token_id) for token_id in ours.eos_token_ids}
 
 
 @given(text=st.text(max_size=30))

@@ -9,7 +9,7 @@ from typing import Any
 
 import redis
 
-from core.identity.signing import SIGNATURE_BYTES
+from core.identity.deployment_secrets import SIGNATURE_BYTES
 from core.index.redis_client import connect_redis
 from core.index.revision_channel import RevisionChannel
 from core.types.revisions import Revision, RevisionCounts, RevisionTable

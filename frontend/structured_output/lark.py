@@ -1,22 +1,26 @@
-"""Structural tags, as in xgrammar, converted to Lark: free text up to a trigger, then a tag constrained by a schema.
+"""Parts of Lark grammars: JSON schemas, special tokens, structural tags.
 
-Both forms are supported: {"structures", "triggers"} and {"format"} with the formats of _FIELDS; others are rejected
-with their path. Free text ends where the enclosing tag ends, or with the answer. Lexemes that end with a literal are
-lazy, so the first trigger and the first end count.
+All functions of schemas raise RecursionError for one nested some 300 levels deep.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NoReturn
 
 from core.types.errors import RequestError
+from core.types.json_schema import DROPPED, LITERAL, NAMED, WRITTEN, rewritten, target
 from core.types.request import MAX_SCHEMA_BYTES, in_quotes
-from frontend.structured_output.json_schema import in_lark, lenient
-from frontend.structured_output.special_tokens import SpecialTokens
 
+_TYPES = frozenset(("null", "boolean", "number", "integer", "string", "array", "object"))
+# Look-around, word boundaries and back-references, which no automaton can follow; also matches escaped ones.
+LOOKING_AROUND = re.compile(r"\(\?<?[=!]|\\[bB1-9]|\\k<")
+_PART = re.compile(r"\(\?<?[=!]|\\k<|\[\^?\]?(?:[^\]\\]|\\.)*\]|\\.|.", re.DOTALL)  # of a regular expression
+_REPEATED = re.compile(r"(?:[*+?]|\{\d+,?\d*\})[?+]?")
+_OF_DOCUMENT = frozenset(("$id", "$schema"))  # keywords of a schema document
 _ANYTHING = "/(?s:.*)/"
 _MAX_LISTED = 512  # tags, triggers and elements of one format
 _MAX_ENDS = 16  # of one tag
@@ -37,9 +41,133 @@ _NEUTRAL = {"style": ("json", None), "any_order": (False, None), "excludes": ([]
 _Format = Mapping[str, Any]
 
 
+def in_lark(schema: Mapping[str, Any], *, is_lenient: bool) -> str:
+    """Return the schema as an expression of llguidance's Lark, in json.dumps's whitespace."""
+    return f"%json {json.dumps({**schema, 'x-guidance': {**WRITTEN, 'lenient': is_lenient}})}"
+
+
+def lenient(schema: Any) -> Any:
+    """Return the schema without the parts that no grammar can enforce; for schemas that need not be strict."""
+
+    def rule(key: str, value: Any) -> Any:
+        if key == "pattern" and isinstance(value, str):
+            return DROPPED if (weaker := without_look_around(value)) is None else weaker
+        return value if _can_be_enforced(key, value, schema) else DROPPED
+
+    return rewritten(schema, rule)
+
+
+def weakened(schema: Any, param: str) -> tuple[Any, list[str]]:
+    """Return the schema with patterns that have no look-around, which accept more, and the paths of those patterns.
+
+    pydantic writes such a pattern for a Decimal. Raises RequestError for back-references, with path and keyword.
+    """
+    paths = list[str]()
+
+    def weaker(value: Any, path: str, *, is_named: bool = False) -> Any:
+        if isinstance(value, list):
+            return [weaker(one, f"{path}[{number}]") for number, one in enumerate(value)]
+        if not isinstance(value, Mapping):
+            return value
+        found = dict(value)
+        for key, one in value.items():
+            if key == "pattern" and isinstance(one, str) and not is_named:
+                found[key] = pattern(one, f"{path}.{key}")
+            elif key not in LITERAL or is_named:
+                found[key] = weaker(one, f"{path}.{key}", is_named=key in NAMED and not is_named)
+        return found
+
+    def pattern(value: str, path: str) -> str:
+        if (found := without_look_around(value)) is None:
+            text = f"{path}: back-references are not supported; write the pattern without them"
+            raise RequestError(text, param=param)
+        if found != value:
+            paths.append(path)
+        return found
+
+    return weaker(schema, param), paths
+
+
+def without_look_around(pattern: str) -> str | None:
+    """Return the pattern without look-around and word boundaries, so that it accepts more; None if it has
+    back-references."""
+    kept, at, depth = list[str](), 0, 0  # depth: of groups inside a look-around
+    while found := _PART.match(pattern, at):
+        part, at = found[0], found.end()
+        if part == r"\k<" or (part[0] == "\\" and part[1:].isdecimal() and part != r"\0"):
+            return None
+        is_around = part in ("(?=", "(?!", "(?<=", "(?<!")
+        if depth or is_around:
+            depth += {"(": 1, ")": -1}.get(part[0], 0)
+        elif part not in (r"\b", r"\B"):
+            kept.append(part)
+            continue
+        if not depth and (repeated := _REPEATED.match(pattern, at)):
+            at = repeated.end()
+    return "".join(kept)
+
+
+def _can_be_enforced(key: str, value: Any, document: Any) -> bool:
+    match key, value:
+        case "$ref", str():
+            try:
+                target(document, value)
+            except LookupError:
+                return False
+        case "type", str():
+            return value in _TYPES
+        case "type", list():
+            return all(isinstance(one, str) and one in _TYPES for one in value)
+    return True
+
+
+def moved(schema: Any, place: str) -> Any:
+    """Return the schema for another place of a document, with its internal references adjusted."""
+
+    def relocate(key: str, value: Any) -> Any:
+        is_inside = key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/"))
+        return place + value[1:] if is_inside else value
+
+    return rewritten({key: value for key, value in schema.items() if key not in _OF_DOCUMENT}, relocate)
+
+
+class SpecialTokens:
+    """Special tokens of one model, which text in a grammar never matches. Generated expressions accept either the token
+    or its spelled-out text, as the parsers do."""
+
+    def __init__(self, ids: Mapping[str, int] | None = None) -> None:
+        """ids: token ids by text."""
+        self._ids = ids or {}
+
+    def literal(self, text: str) -> str:
+        """Return a Lark expression for exactly this text; empty for an empty text."""
+        pieces = self._pattern.split(text) if self._ids else [text]
+        spelt = ((piece, in_quotes(piece)) for piece in pieces if piece)
+        return " ".join(f"({text} | <[{self._ids[piece]}]>)" if piece in self._ids else text for piece, text in spelt)
+
+    def one_of(self, texts: Iterable[str]) -> str:
+        expressions = [self.literal(text) for text in texts]
+        return f"({' | '.join(expressions)})" if any(expressions) else ""
+
+    def begun(self, text: str) -> tuple[str, str] | None:
+        """Return the special token that the text begins with, by its name in Lark, and the rest; or None."""
+        found = self._pattern.match(text) if self._ids else None
+        return (f"<[{self._ids[found[0]]}]>", text[found.end() :]) if found else None
+
+    @cached_property
+    def _pattern(self) -> re.Pattern[str]:
+        longest_first = sorted(self._ids, key=len, reverse=True)
+        return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
+
+
 def structural_tag_rules(text: str, param: str, special: SpecialTokens) -> list[str]:
-    """Return Lark rules, that of `answer` last. text: JSON. Raises RequestError with `param` and the path in it, and
-    RecursionError."""
+    """Convert structural tags, as in xgrammar, to Lark rules, that of `answer` last: free text up to a trigger, then a
+    tag constrained by a schema.
+
+    Both forms are supported: {"structures", "triggers"} and {"format"} with the formats of _FIELDS; others are rejected
+    with their path. Free text ends where the enclosing tag ends, or with the answer. Lexemes that end with a literal
+    are lazy, so the first trigger and the first end count. text: JSON. Raises RequestError and RecursionError.
+    """
     writer = _Writer(param, special)
     if len(text) > MAX_SCHEMA_BYTES:
         raise RequestError(f"{param}: at most {MAX_SCHEMA_BYTES} bytes are accepted", param=param)
@@ -170,36 +298,27 @@ class _Writer:
             self.fail(f"{path}.triggers", f"has {idle[:64]!r}, with which no tag begins")
         if form["at_least_one"] and form["stop_after_first"]:
             return f"({' | '.join(first)}) {self._end(ends)}"
-        tags = " | ".join([*self._spelt(behind), *self._named(named)])
+        before = [self._rule(f"{_ANYTHING} {in_quotes(trigger)}", mark="[lazy]") for trigger in behind]
+        spelt = [f"{text} ({' | '.join(tags)})" for text, tags in zip(before, behind.values(), strict=True)]
+        tags = " | ".join(
+            [*spelt, *(f"{self._anything} {token} ({' | '.join(tags)})" for token, tags in named.items())]
+        )
         if form["stop_after_first"]:
             return f"(({tags}) {self._end(ends)} | {self._text(ends)})"
         return f"{'(' + ' | '.join(first) + ')' if form['at_least_one'] else ''} ({tags})* {self._text(ends)}"
-
-    def _spelt(self, behind: Mapping[str, Sequence[str]]) -> Iterator[str]:
-        for trigger, tags in behind.items():
-            text = self._rule(f"{_ANYTHING} {in_quotes(trigger)}", mark="[lazy]")
-            yield f"{text} ({' | '.join(tags)})"
-
-    def _named(self, behind: Mapping[str, Sequence[str]]) -> Iterator[str]:
-        for token, tags in behind.items():
-            yield f"{self._anything} {token} ({' | '.join(tags)})"
 
     def _text(self, ends: tuple[str, ...]) -> str:
         """Return free text up to and including the first of `ends`."""
         if not ends:
             return self._anything
         if ends not in self._texts:
-            self._texts[ends] = self._text_before(ends)
+            spelt = self._rule(f"{_ANYTHING} {SpecialTokens().one_of(ends)}", mark="[lazy]")
+            tokens = [token for end in ends if (token := self._special.begun(end))]
+            named = [f"{self._anything} {token} {self._literal(rest)}" for token, rest in tokens]
+            self._texts[ends] = self._rule(" | ".join([spelt, *named]))
         return self._texts[ends]
 
-    def _text_before(self, ends: tuple[str, ...]) -> str:
-        spelt = self._rule(f"{_ANYTHING} {SpecialTokens().one_of(ends)}", mark="[lazy]")
-        tokens = [token for end in ends if (token := self._special.begun(end))]
-        named = [f"{self._anything} {token} {self._literal(rest)}" for token, rest in tokens]
-        return self._rule(" | ".join([spelt, *named]))
-
     def _end(self, ends: tuple[str, ...]) -> str:
-        """Return an expression of one of `ends`."""
         if any(ends) and ends not in self._ends:
             self._ends[ends] = self._rule(self._special.one_of(ends))
         return self._ends.get(ends, "")
