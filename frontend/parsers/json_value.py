@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import string
 
@@ -18,9 +19,13 @@ _HEX = set("0123456789abcdefABCDEF")
 class JsonValue:
     """One value of RFC 8259: a pushdown automaton."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, repairs_strings: bool = False) -> None:
+        """repairs_strings: accept control characters and unknown escapes in strings, which models write in code, and
+        collect their JSON in `repairs`."""
         self.is_done = False
         self.is_bad = False
+        self.repairs: list[tuple[int, str]] = []  # places in the last text, and what stands for their character
+        self._repairs_strings = repairs_strings
         self._open: list[str] = []
         self._next = "value"
         self._word = ""  # number, with runs of digits cut to two, or literal
@@ -30,6 +35,7 @@ class JsonValue:
     def feed(self, text: str) -> int:
         """Consume text. Return how many characters belong to the value: fewer than given if it ended or is bad."""
         at = 0
+        self.repairs.clear()
         while at < len(text) and not self.is_done and not self.is_bad:
             at = getattr(self, f"_in_{self._next}")(text, at)
         return at
@@ -99,6 +105,8 @@ class JsonValue:
                 self._end_value()
             case "\\":
                 self._next = "escape"
+            case control if self._repairs_strings:
+                self.repairs.append((at, json.dumps(control)[1:-1]))
             case _:
                 self.is_bad = True
                 return at
@@ -109,6 +117,9 @@ class JsonValue:
             self._next, self._num_hex = "hex", 4
         elif text[at] in '"\\/bfnrt':
             self._next = "string"
+        elif self._repairs_strings:
+            self._next = "string"
+            self.repairs.append((at, _behind_backslash(text[at])))
         else:
             self.is_bad = True
             return at
@@ -160,6 +171,14 @@ class JsonValue:
     def _end_value(self) -> None:
         self.is_done = not self._open and not self.is_bad
         self._next = "after"
+
+
+def _behind_backslash(character: str) -> str:
+    """Return what completes a backslash to JSON: a quote and a control character stand for themselves, as in Python
+    and JavaScript; before others the backslash is text."""
+    if character == "'":
+        return "u0027"
+    return json.dumps(character)[2:-1] if character < " " else f"\\{character}"
 
 
 def _after_space(text: str, at: int) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 from core.types.json_schema import target
 from frontend.parsers.json_value import JsonValue
+from frontend.parsers.pythonic import literal_as_json
 from frontend.parsers.scanner import Reading, Scanner, overlap
 
 _MAX_NAME = 128
@@ -147,6 +148,8 @@ def as_json(value: str, types: set[str]) -> str:
             except (ValueError, RecursionError):
                 continue
             return word
+    if types & {"object", "array"} and "string" not in types and (found := literal_as_json(text)):
+        return found
     return json.dumps(value, ensure_ascii=False)
 
 

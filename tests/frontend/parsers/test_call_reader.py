@@ -160,7 +160,7 @@ def check_nothing_is_lost(format: str, raw: str) -> None:
                 begun = pieces[at - 1]
                 assert isinstance(begun, CallBegun)
                 name, quoted = re.escape(begun.name), re.escape(json.dumps(text)[1:-1])
-                written = rf'(?:{re.escape(text)}|"\s*{quoted}\s*")?'
+                written = rf'(?:{_repaired(text)}|"\s*{quoted}\s*")?'
                 if format == "forced_call":  # this format has no name
                     pattern += f"{markup}{written}{markup}"
                 elif format in _NOT_JSON:
@@ -173,6 +173,20 @@ def check_nothing_is_lost(format: str, raw: str) -> None:
             case _:
                 pass
     assert re.fullmatch(pattern, raw, re.DOTALL), (format, raw, pieces)
+
+
+_ESCAPE = re.compile(r"(\\u[0-9a-f]{4}|\\.)")
+
+
+def _repaired(arguments: str) -> str:
+    """Return a pattern of what a model may have written for these arguments: some escapes are the parser's."""
+
+    def written(part: str) -> str:
+        if not _ESCAPE.fullmatch(part):
+            return re.escape(part)
+        return rf"(?:{re.escape(part)}|\\?{re.escape(json.loads(chr(34) + part + chr(34)))})"
+
+    return "".join(map(written, _ESCAPE.split(arguments)))
 
 
 def _texts(value: object) -> Iterator[str]:
@@ -291,6 +305,18 @@ def test_types_of_a_hostile_schema_are_found_in_linear_time() -> None:
     reader = CallReader(CALL_FORMATS["qwen3_coder"].read, {"f": document})
     pieces = reader.add("<function=f>\n<parameter=x>\n10\n</parameter>\n<parameter=y>\n10\n</parameter></function>")
     assert calls_in(joined(pieces)) == [("f", {"x": "10", "y": "10"})]
+
+
+@pytest.mark.parametrize("text", ["{'a': 1}, b={}", "{'a': open('x')}", "{1, 2}", "[" * 999, "{**{}}", "['\\ud800']"])
+def test_only_literals_of_python_become_json(text: str) -> None:
+    reader = CallReader(CALL_FORMATS["qwen3_coder"].read, {"f": {"properties": {"x": {"type": "object"}}}})
+    pieces = reader.add(f"<function=f>\n<parameter=x>\n{text}\n</parameter>\n</function>")
+    assert calls_in(joined(pieces)) == [("f", {"x": text})]
+
+
+def test_name_that_is_none_in_python_is_called_in_its_syntax() -> None:
+    pieces = joined(read("pythonic", ["[get-it(a=1), class(a=2)]"], {"get-it": {}, "class": {}}))
+    assert calls_in(pieces) == [("get-it", {"a": 1}), ("class", {"a": 2})]
 
 
 _F: dict[str, Any] = {"f": {"properties": {"a": {"type": "integer"}}}}
