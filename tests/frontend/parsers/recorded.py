@@ -135,6 +135,16 @@ _ANSWERS: dict[str, list[tuple[Any, ...]]] = {
          'def f():\n    return "é \\ 🎉"\n\n</parameter>\n</function>\n</tool_call>', (_FILE,)),
         ("<function=get_weather>\n<parameter=places>\n['a', \"it's\", r'\\d',]\n</parameter>\n<parameter=days>\n"
          "[1\n</parameter>\n</function>", (("get_weather", {"places": ["a", "it's", "\\d"], "days": "[1"}),)),
+        # A value that has the tags themselves, as of an agent that edits this file.
+        ("<function=write.file>\n<parameter=path>\na </parameter> b <parameter=b> b\n</function> c\n<parameter=no>\n"
+         "</tool_call>\n</parameter>\n<parameter=text>\n</parameter>.\n</parameter>\n</function>\n</tool_call>",
+         (("write.file", {"path": "a </parameter> b <parameter=b> b\n</function> c\n<parameter=no>\n</tool_call>",
+          "text": "</parameter>."}),)),
+        # Without some of the closing tags.
+        ("<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n<parameter=days>\n3\n</function>\n</tool_call>\n"
+         "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
+         "</tool_call>", (_PARIS, _PARIS)),
+        ("<function=get_weather>\n<parameter=days>\n3\n<parameter=city>\nParis\n</parameter>\n", (_PARIS,)),
         ("<seed:tool_call>\n<function=now>\n</function>\n</seed:tool_call>", (_NOW,)),
         ("<tool_call>\n<function=unknown>\n</function>\n</tool_call>", (), "="),
     ],
@@ -184,7 +194,8 @@ _ANSWERS: dict[str, list[tuple[Any, ...]]] = {
          (_PARIS, _NOW), "I look."),
         ('<minimax:tool_call>\n<invoke name="write.file">\n<parameter name="path">a.py</parameter>\n'
          f'<parameter name="text">{_TEXT}</parameter>\n</invoke>\n</minimax:tool_call>', (_FILE,)),
-        ('<invoke name="now">\n<parameter name="a">1</parameter>\n</minimax:tool_call>', (), "="),
+        ('<invoke name="now">\n<parameter name="a">1</parameter>\n</minimax:tool_call>', (("now", {"a": "1"}),)),
+        ('<invoke name="now">\n</minimax:tool_call>', (), "="),
     ],
     "deepseek_v32": [
         ("I see.\n\n<｜DSML｜function_calls>\n"

@@ -330,6 +330,8 @@ COSTLY: dict[str, tuple[str, int, Callable[[int], list[str]]]] = {
     "and in a list": ("generic", 400, lambda n: ['\n[{"type": "', '\n{"id": []},' * n]),
     "Gemma's objects in each other": ("gemma4", 4000, lambda n: ["<|tool_call>call:f" + "{a:" * n]),
     "Gemma's string by its characters": ("gemma4", 2000, lambda n: ['<|tool_call>call:f{a:<|"|>', *'<|"' * n]),
+    "values with tags": ("qwen3_coder", 2000, lambda n: ["<function=f><parameter=a>" + "</parameter>\n<" * n]),
+    "and space behind them": ("qwen3_coder", 2000, lambda n: ["<function=f><parameter=b></parameter>", *" " * n]),
     "values without an end": ("glm45", 2000, lambda n: ["<tool_call>f<arg_key>a</arg_key><arg_value>1" * n]),
     "calls that are none": ("kimi_k2", 2000, lambda n: ["<|tool_calls_section_begin|><|tool_call_begin|>" * n]),
     "a call by its characters": ("hermes", 2000, lambda n: ['<tool_call>{"type": "', *"a" * n]),
