@@ -83,7 +83,7 @@ def _held(scan: Scanner) -> Reading[str]:
 
 
 def _value(scan: Scanner, take: Callable[[str], None]) -> Reading[bool]:
-    value = JsonValue(repairs_strings=True)
+    value = JsonValue(is_repaired=True)
     while True:
         text = scan.rest
         num = value.feed(text)

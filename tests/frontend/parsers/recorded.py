@@ -82,6 +82,9 @@ _ANSWERS: dict[str, list[tuple[Any, ...]]] = {
          '"def f():\n    return \\"é \\\\ 🎉\\"\n"}}</tool_call>', (_FILE,)),
         ('<tool_call>{"name": "write.file", "arguments": {"text": "it\\\'s\\ta \\d\\\n\x01"}}</tool_call>',
          (("write.file", {"text": "it's\ta \\d\n\x01"}),)),
+        ('<tool_call>{"name": "get_weather", "arguments": {"city": "Paris", "days": 3, }}</tool_call>\n'
+         '<tool_call>{"name": "write.file", "arguments": {"a": [True, {"b": None,},], "c": False}}</tool_call>',
+         (_PARIS, ("write.file", {"a": [True, {"b": None}], "c": False}))),
         ('<tool_call>\n{"name": "now", "arguments": ""}\n{"name": "get_weather", "arguments": {"city": "Paris", '
          '"days": 3}}\n</tool_call>', (_NOW, _PARIS)),
         ('<tool_call>{"name": "now"}\n{"name": "unknown"}</tool_call>', (_NOW,), '\n{"name": "unknown"}</tool_call>'),

@@ -175,18 +175,23 @@ def check_nothing_is_lost(format: str, raw: str) -> None:
     assert re.fullmatch(pattern, raw, re.DOTALL), (format, raw, pieces)
 
 
-_ESCAPE = re.compile(r"(\\u[0-9a-f]{4}|\\.)")
+_REPAIRED = re.compile(r"(\\u[0-9a-f]{4}|\\.|\s*[}\]]|true|false|null)")
+_PYTHONS = {"true": "True", "false": "False", "null": "None"}
 
 
 def _repaired(arguments: str) -> str:
-    """Return a pattern of what a model may have written for these arguments: some escapes are the parser's."""
+    """Return a pattern of what a model may have written for these arguments, which are JSON in any case."""
 
     def written(part: str) -> str:
-        if not _ESCAPE.fullmatch(part):
+        if part.endswith(("}", "]")) and part.strip() in "}]":
+            return rf"\s*(?:,\s*)?\{part[-1]}"
+        if part in _PYTHONS:
+            return f"(?:{part}|{_PYTHONS[part]})"
+        if not part.startswith("\\"):
             return re.escape(part)
         return rf"(?:{re.escape(part)}|\\?{re.escape(json.loads(chr(34) + part + chr(34)))})"
 
-    return "".join(map(written, _ESCAPE.split(arguments)))
+    return "".join(map(written, _REPAIRED.split(arguments)))
 
 
 def _texts(value: object) -> Iterator[str]:
