@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 _END = "<the grammar may end here>"
 _MAX_ERROR = 300  # characters
+_OPTION = "Enable 'coerce_one_of' option to approximate oneOf with anyOf"  # llguidance's, which no client can set
 _MAX_COMPILE_S = 0.5  # thread time; the limits below reject grammars that would take much longer
 _QUICK_S = 0.02
 _LIMITS = LLParserLimits(
@@ -226,5 +227,5 @@ def _first_problem(matcher: LLMatcher) -> str:
 
 
 def _in_one_line(text: str) -> str:
-    message = text.partition("<backtrace>")[0].replace("<non-verbose/>", "")
+    message = text.partition("<backtrace>")[0].replace("<non-verbose/>", "").replace(_OPTION, "Use anyOf")
     return " ".join(message.split())[:_MAX_ERROR]
