@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 _END = "<the grammar may end here>"
 _MAX_ERROR = 300  # characters
+_OPTION = "Enable 'coerce_one_of' option to approximate oneOf with anyOf"  # llguidance's, which no client can set
 _MAX_COMPILE_S = 0.5  # thread time; the limits below reject grammars that would take much longer
 _QUICK_S = 0.02
 _LIMITS = LLParserLimits(
@@ -43,6 +44,7 @@ _LIMITS = LLParserLimits(
     max_grammar_size=20_000,  # symbols; that schema takes 0.2 s
     verbose_errors=False,
 )
+_OF_PATTERN = re.compile(r"regex parse error|^pattern: ")  # problems of regular expressions in schemas
 _BEGINS_LARK = re.compile(r"\s*(%llguidance\b|start\s*:)")
 
 
@@ -61,16 +63,15 @@ class GrammarCompiler:
         tokenizer = self._understood(param)
         grammar.check(param)
         begin = time.thread_time()
-        try:
-            rebuild = partial(LLMatcher, tokenizer, _source(grammar), log_level=0, limits=_LIMITS)
-            matcher = rebuild()
-            problem = matcher.get_error() or _first_problem(matcher)
-        except ValueError as error:  # an invalid schema, or a grammar that cannot be rewritten
-            problem = str(error)
+        matcher, rebuild, problem = _matched(tokenizer, grammar)
+        if _OF_PATTERN.search(problem):
+            weaker = _matched(tokenizer, grammar, keeps_patterns=False)
+            if not weaker[2]:
+                matcher, rebuild, problem = weaker
         took_s = time.thread_time() - begin
         if not problem and took_s > _MAX_COMPILE_S:
             problem = f"takes longer than {_MAX_COMPILE_S} s to compile"
-        if problem:
+        if problem or matcher is None:
             raise RequestError(f"{param}: {_in_one_line(problem)}", param=param)
         return CompiledGrammar(matcher, self._tokens, tokenizer.vocab_size, rebuild if took_s < _QUICK_S else None)
 
@@ -138,36 +139,56 @@ def _open_tokenizer(model_dir: Path, vocab_size: int) -> tuple[LLTokenizer | Non
         return None, {}
 
 
-def _source(grammar: Grammar) -> str:
-    """Return the grammar in llguidance's form. Raises ValueError."""
+def _matched(
+    tokenizer: LLTokenizer, grammar: Grammar, *, keeps_patterns: bool = True
+) -> tuple[LLMatcher | None, Callable[[], LLMatcher] | None, str]:
+    """Return a matcher, the function that builds it again, and the grammar's problem; empty if it has none.
+
+    keeps_patterns: as in `_source`.
+    """
+    try:
+        source = _source(grammar, keeps_patterns=keeps_patterns)
+        rebuild = partial(LLMatcher, tokenizer, source, log_level=0, limits=_LIMITS)
+        matcher = rebuild()
+        return matcher, rebuild, matcher.get_error() or _first_problem(matcher)
+    except ValueError as error:  # an invalid schema, or a grammar that cannot be rewritten
+        return None, None, str(error)
+
+
+def _source(grammar: Grammar, *, keeps_patterns: bool) -> str:
+    """Return the grammar in llguidance's form. keeps_patterns: False: without the regular expressions of lenient
+    schemas, one of which cannot be read. Raises ValueError."""
     match grammar.kind:
         case GrammarKind.REGEX:
             return LLMatcher.grammar_from_regex(grammar.text)
         case GrammarKind.LARK:
-            return LLMatcher.grammar_from_lark(SCHEMA_RULE.sub(_exact_rule, _as_lark(grammar.text)))
+            return LLMatcher.grammar_from_lark(
+                SCHEMA_RULE.sub(partial(_exact_rule, keeps_patterns=keeps_patterns), _as_lark(grammar.text))
+            )
         case GrammarKind.STRUCTURAL_TAG:
             raise ValueError("structural tags must be converted to Lark before they are compiled")
     is_lenient = grammar.kind is GrammarKind.LENIENT_JSON_SCHEMA
-    return LLMatcher.grammar_from_json_schema(_exact_text(grammar.text, {**WRITTEN, "lenient": is_lenient}))
+    text = _exact_text(grammar.text, {**WRITTEN, "lenient": is_lenient}, keeps_patterns=keeps_patterns)
+    return LLMatcher.grammar_from_json_schema(text)
 
 
-def _exact_rule(rule: re.Match[str]) -> str:
+def _exact_rule(rule: re.Match[str], *, keeps_patterns: bool) -> str:
     """Rewrite a Lark rule that is a schema. A rule that is no JSON object stays, for llguidance to report."""
     try:
         options = json.loads(rule[2]).get("x-guidance", {})
     except (ValueError, AttributeError, RecursionError):
         return rule[0]
-    return rule[1] + _exact_text(rule[2], options if isinstance(options, dict) else {})
+    return rule[1] + _exact_text(rule[2], options if isinstance(options, dict) else {}, keeps_patterns=keeps_patterns)
 
 
-def _exact_text(text: str, options: dict[str, Any]) -> str:
+def _exact_text(text: str, options: dict[str, Any], *, keeps_patterns: bool) -> str:
     """Rewrite a schema with `options`, which override the schema's own: those could undo this rewrite.
 
     Instances are formatted as by json.dumps: optional blanks could repeat without end. Raises ValueError.
     """
     is_lenient = options.get("lenient") is True
     try:
-        schema = exact(json.loads(text), is_lenient=is_lenient)
+        schema = exact(json.loads(text), is_lenient=is_lenient, keeps_patterns=keeps_patterns or not is_lenient)
         if is_endless(schema):
             raise ValueError("no finite answer satisfies it: it refers only to itself")
     except RecursionError:
@@ -199,5 +220,5 @@ def _first_problem(matcher: LLMatcher) -> str:
 
 
 def _in_one_line(text: str) -> str:
-    message = text.partition("<backtrace>")[0].replace("<non-verbose/>", "")
+    message = text.partition("<backtrace>")[0].replace("<non-verbose/>", "").replace(_OPTION, "Use anyOf")
     return " ".join(message.split())[:_MAX_ERROR]

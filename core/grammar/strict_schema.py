@@ -12,8 +12,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from math import lcm
 from typing import Any
+from urllib.parse import quote
 
-from core.types.json_schema import changed, target
+from core.types.json_schema import LITERAL, changed, target
 
 # Each character has exactly one spelling: two spellings of a key would be two keys to the masks. Other control
 # characters than these five have none and cannot be written.
@@ -36,11 +37,18 @@ _FORMATS = {
     "date-time": (_DAYS, _YEARS, _SECONDS),
     "hostname": (_LABELS,),
 }
+_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+# Not allowed in the fragment of a URI. Generators write the names of types as they are, such as #/$defs/Page[int].
+_NO_FRAGMENT = re.compile(r"%(?![0-9A-Fa-f]{2})|[^A-Za-z0-9\-._~!$&'()*+,;=:@/?%]")
 _NESTED = ("null", "array", "object")  # the two kinds of values that may not end; null stands for all others
 
 
-def exact(schema: Any, *, is_lenient: bool) -> Any:
-    """Rewrite a schema. Raises RecursionError, and ValueError if it cannot be enforced, unless `is_lenient`."""
+def exact(schema: Any, *, is_lenient: bool, keeps_patterns: bool = True) -> Any:
+    """Rewrite a schema. A keyword with the value null counts as omitted.
+
+    keeps_patterns: False: drop regular expressions. Raises RecursionError, and ValueError if the schema cannot be
+    enforced, unless `is_lenient`.
+    """
     found = _parts(schema)
     is_slow, near = _is_slow(found), _near(found)
     if is_slow and not is_lenient:
@@ -50,7 +58,12 @@ def exact(schema: Any, *, is_lenient: bool) -> Any:
     def change(keywords: Mapping[str, Any]) -> dict[str, Any]:
         if not is_lenient:
             _check(keywords)
-        made = {key: value for key, value in keywords.items() if not (is_slow and key == "multipleOf")}
+        dropped = {*(["multipleOf"] if is_slow else []), *([] if keeps_patterns else ["pattern", "patternProperties"])}
+        made = {
+            key: _well_formed(key, value)
+            for key, value in keywords.items()
+            if key not in dropped and (value is not None or key in LITERAL)
+        }
         if isinstance(pattern := made.get("pattern"), str):
             made["pattern"] = _in_rust(pattern)
         if isinstance(named := made.get("patternProperties"), Mapping):
@@ -65,6 +78,15 @@ def exact(schema: Any, *, is_lenient: bool) -> Any:
         return made
 
     return changed(schema, change)
+
+
+def _well_formed(key: str, value: Any) -> Any:
+    """Return a keyword's value in the form that llguidance reads: references percent-encoded, counts as integers."""
+    if key == "$ref" and isinstance(value, str) and value.startswith("#"):
+        return "#" + _NO_FRAGMENT.sub(lambda found: quote(found[0], safe="", errors="replace"), value[1:])
+    if key in _COUNTS and isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
 
 
 def has_unwritten(value: Any) -> bool:
@@ -126,7 +148,9 @@ def _in_rust(pattern: str) -> str:
     made, is_set, at = list[str](), False, 0
     while at < len(pattern):
         one, two = pattern[at], pattern[at : at + 2]
-        if one == "\\":
+        if two == r"\Z" and not is_set:
+            one, at = r"\z", at + 1  # Python's name of the end
+        elif one == "\\":
             one = two
         elif is_set and two == "--":
             raise ValueError("pattern: -- in a set of characters is ambiguous; write \\-")

@@ -93,14 +93,19 @@ class ContentBlock(OpenAIObject):
     encrypted_content: Ignored = None
     cache_control: Ignored = None
 
-    # Fields of a server tool's result: the address of a web page, the output of code.
+    # Fields that the model reads beside the text: of a document, and of a server tool's result or error, such as the
+    # address of a web page or the output of code.
     _facts: dict[str, Any] = PrivateAttr(default_factory=dict)
 
     def model_post_init(self, context: Any, /) -> None:
-        if self.type.endswith("_result") and self.model_extra is not None:
-            given = {"title": self.title, "source": self.source, **self.model_extra}
-            self._facts = {name: fact for name, fact in given.items() if fact is not None}
-            self.model_extra.clear()
+        extra = {} if self.model_extra is None else self.model_extra
+        given: dict[str, Any] = {}
+        if self.type.endswith(("_result", "_error")):
+            given = {"title": self.title, "source": self.source, **extra}
+            extra.clear()
+        elif self.type == "document":
+            given = {"title": self.title, "context": extra.pop("context", None)}
+        self._facts = {name: fact for name, fact in given.items() if fact is not None}
 
     @property
     def kind(self) -> str:
@@ -117,12 +122,23 @@ class ContentBlock(OpenAIObject):
         """The block's text, or a placeholder for it in a tool's result."""
         if self.text is not None:
             return self.text
-        if isinstance(self.source, dict) and self.source.get("type") == "text":
-            return str(self.source.get("data") or "")
-        texts = [one.in_result for one in self.content or ()]
-        if self._facts:
+        texts = [*_source_texts(self.source), *(one.in_result for one in self.content or ())]
+        if self._facts and (texts or self.type != "document"):
             texts.insert(0, json.dumps(self._facts, ensure_ascii=False))
-        return "\n".join(texts) or placeholder(self.type)
+        return "\n".join(texts) if texts else placeholder(self.type)
+
+
+def _source_texts(source: Any) -> list[str]:
+    """Return the texts of a document's source; none for a file. Images in it become placeholders."""
+    match source:
+        case {"type": "text"}:
+            return [str(source.get("data") or "")]
+        case {"type": "content", "content": str(text)}:
+            return [text]
+        case {"type": "content", "content": [*blocks]}:
+            found = [one if isinstance(one, dict) else {"text": one} for one in blocks]
+            return [str(one.get("text") or "") if "text" in one else placeholder(str(one.get("type"))) for one in found]
+    return []
 
 
 class AnthropicMessage(OpenAIObject):

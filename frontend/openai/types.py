@@ -203,7 +203,7 @@ class TextBody(_Sampled):
     """Return this many of the most likely tokens beside each sampled one."""
     echo: bool | None = None
     """Return the prompt before the answer, with `logprobs` also the log-probabilities of its tokens (limited as in
-    `prompt_logprobs`). With `max_tokens: 0`, and without `stream`, return the prompt alone."""
+    `prompt_logprobs`). With `max_tokens: 0`, and without `stream`, nothing follows the prompt."""
     suffix: Annotated[str | None, AfterValidator(Only(("",)))] = None
     best_of: Integer | None = None
     """Run this many choices, which all count as usage, and return the `n` with the highest mean log-probability. With
@@ -211,8 +211,8 @@ class TextBody(_Sampled):
 
     @property
     def is_prompt_all(self) -> bool:
-        """True if the response is the prompt alone."""
-        return bool(self.echo) and self.max_tokens == 0
+        """True if the response is the prompt alone, or empty without `echo`."""
+        return self.max_tokens == 0
 
     def requests(self, request_id: str, *, peer: str = "") -> list[CompletionRequest]:
         """Return one request per prompt. Raises RequestError."""

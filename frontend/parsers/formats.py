@@ -29,18 +29,23 @@ _KIMI_CALL, _KIMI_ARGUMENTS, _KIMI_CALL_END = "<|tool_call_begin|>", "<|tool_cal
 
 
 def hermes(scan: Scanner) -> Reading[None]:
-    """Hermes, Qwen 2.5, Qwen 3: <tool_call>{"name": …, "arguments": {…}}</tool_call>, once for each call."""
+    """Hermes, Qwen 2.5, Qwen 3: <tool_call>{"name": …, "arguments": {…}}</tool_call>, for each call or around all."""
     while (yield from scan.text_until("<tool_call>")):
-        if (yield from json_call(scan)):
-            yield from scan.optional("</tool_call>")
+        while (yield from json_call(scan)):
+            scan.forget_taken()
+            if not (yield from scan.next_is("{")):
+                yield from scan.optional("</tool_call>")
+                break
 
 
 def llama3_json(scan: Scanner) -> Reading[None]:
-    """Llama 3.1 and later: {"name": …, "parameters": {…}}, alone or after <|python_tag|>, separated by semicolons."""
+    """Llama 3.1 and later: {"name": …, "parameters": {…}}, alone or after <|python_tag|>, separated by semicolons or
+    space."""
     is_call = yield from scan.next_is("{")
     while is_call or (yield from scan.text_until("<|python_tag|>")):
-        while (yield from json_call(scan)) and (yield from scan.optional(";")):
-            pass
+        while (yield from json_call(scan)):
+            if not (yield from scan.optional(";")) and not (yield from scan.next_is("{")):
+                break
         is_call = False
 
 
@@ -65,6 +70,8 @@ def mistral(scan: Scanner) -> Reading[None]:
     while (yield from scan.text_until("[TOOL_CALLS]")):
         if (yield from scan.optional("[")):
             yield from _listed(scan)
+        elif (yield from scan.next_is("{")):
+            yield from json_call(scan)
         else:
             yield from _named(scan)
 

@@ -43,7 +43,7 @@ def harmony(scan: Scanner) -> Reading[None]:
     has_begun = {True: False, False: False}  # by whether a message is thinking
     is_more = True
     while is_more:
-        if not name or not (yield from json_arguments(scan, name)):
+        if not name or not (yield from _arguments(scan, name)):
             scan.is_thought = channel == "analysis" and not name
             while has_begun[scan.is_thought] and not scan.rest and not scan.is_ended:
                 yield
@@ -67,6 +67,16 @@ HARMONY = Frame(
     markers=(*_ENDS, _CHANNEL, _MESSAGE, "<|constrain|>"),
     ends=("<|return|>", "<|call|>"),
 )
+
+
+def _arguments(scan: Scanner, name: str) -> Reading[bool]:
+    """Read the arguments of a call. Return whether there were any; an empty message has none and is a call, too."""
+    if not (yield from scan.next_is("<|")) and scan.rest.strip():
+        return (yield from json_arguments(scan, name))
+    scan.begin(name)
+    scan.emit_arguments("{}")
+    scan.end_call()
+    return True
 
 
 def _header(scan: Scanner) -> Reading[tuple[str, str]]:

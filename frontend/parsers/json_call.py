@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from frontend.parsers.json_value import JsonValue
 from frontend.parsers.scanner import Reading, Scanner
@@ -83,13 +83,13 @@ def _held(scan: Scanner) -> Reading[str]:
 
 
 def _value(scan: Scanner, take: Callable[[str], None]) -> Reading[bool]:
-    value = JsonValue()
+    value = JsonValue(is_repaired=True)
     while True:
         text = scan.rest
         num = value.feed(text)
         if num:
             scan.take(num)
-            take(text[:num])
+            take(_repaired(text[:num], value.repairs))
         if value.is_done:
             return True
         if not value.is_bad and scan.is_ended:
@@ -101,6 +101,14 @@ def _value(scan: Scanner, take: Callable[[str], None]) -> Reading[bool]:
                 scan.give_up()
             return False
         yield
+
+
+def _repaired(text: str, repairs: Sequence[tuple[int, str]]) -> str:
+    parts, end = list[str](), 0
+    for at, made in repairs:
+        parts += text[end:at], made
+        end = at + 1
+    return "".join([*parts, text[end:]])
 
 
 def _string(text: str) -> str:
@@ -117,6 +125,6 @@ def _object(text: str) -> str:
             text.encode()  # reject lone surrogates
     except (ValueError, RecursionError):  # includes numbers with more digits than Python accepts
         return ""
-    if found is None:
+    if found is None or (text and found == ""):
         return "{}"
     return text.strip() if isinstance(found, dict) else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import string
 
@@ -12,15 +13,21 @@ _WORD = set("-+." + string.digits + string.ascii_letters)
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _NUMBER_BEGUN = re.compile(r"-?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?(?:[eE][-+]?[0-9]*)?)?")
 _LITERALS = ("true", "false", "null")
+_PYTHONS = {"True": "true", "False": "false", "None": "null"}
 _HEX = set("0123456789abcdefABCDEF")
 
 
 class JsonValue:
     """One value of RFC 8259: a pushdown automaton."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_repaired: bool = False) -> None:
+        """is_repaired: accept what models often write instead of JSON, and collect its JSON in `repairs`: control
+        characters and unknown escapes in strings, a comma before a closing bracket, True, False and None."""
         self.is_done = False
         self.is_bad = False
+        self.repairs: list[tuple[int, str]] = []  # places in the last text, and what stands for their character
+        self._is_repaired = is_repaired
+        self._waits = False  # for the text behind the last one
         self._open: list[str] = []
         self._next = "value"
         self._word = ""  # number, with runs of digits cut to two, or literal
@@ -28,9 +35,12 @@ class JsonValue:
         self._is_key = False
 
     def feed(self, text: str) -> int:
-        """Consume text. Return how many characters belong to the value: fewer than given if it ended or is bad."""
+        """Consume text. Return how many characters belong to the value: fewer than given if it ended or is bad, or if
+        the rest must be fed again with the text behind it."""
         at = 0
-        while at < len(text) and not self.is_done and not self.is_bad:
+        self.repairs.clear()
+        self._waits = False
+        while at < len(text) and not self.is_done and not self.is_bad and not self._waits:
             at = getattr(self, f"_in_{self._next}")(text, at)
         return at
 
@@ -50,6 +60,8 @@ class JsonValue:
                 self._next = "first_key" if opening == "{" else "first_item"
             case '"':
                 self._next, self._is_key = "string", False
+            case "T" | "F" | "N" if self._is_repaired:
+                return self._in_pythons_word(text, at)
             case character if character.isalnum() or character == "-":
                 self._next, self._word = "word", ""
                 return at
@@ -57,6 +69,16 @@ class JsonValue:
                 self.is_bad = True
                 return at
         return at + 1
+
+    def _in_pythons_word(self, text: str, at: int) -> int:
+        for word, made in _PYTHONS.items():
+            if text.startswith(word, at):
+                self.repairs += [(at, made), *((at + offset, "") for offset in range(1, len(word)))]
+                self._next, self._word = "word", made
+                return at + len(word)
+            self._waits |= word.startswith(text[at : at + len(word)])
+        self.is_bad = not self._waits
+        return at
 
     def _in_first_item(self, text: str, at: int) -> int:
         at = _after_space(text, at)
@@ -84,6 +106,14 @@ class JsonValue:
         is_object = self._open[-1] == "{"
         if text[at : at + 1] == ("}" if is_object else "]"):
             return self._close(at)
+        if self._is_repaired and text[at : at + 1] == ",":
+            behind = _after_space(text, at + 1)
+            self._waits = behind == len(text)
+            if self._waits:
+                return at
+            if text[behind] == ("}" if is_object else "]"):
+                self.repairs.append((at, ""))
+                return at + 1
         return self._one(text, at, {",": "key" if is_object else "value"})
 
     def _in_string(self, text: str, at: int) -> int:
@@ -99,6 +129,8 @@ class JsonValue:
                 self._end_value()
             case "\\":
                 self._next = "escape"
+            case control if self._is_repaired:
+                self.repairs.append((at, json.dumps(control)[1:-1]))
             case _:
                 self.is_bad = True
                 return at
@@ -109,6 +141,9 @@ class JsonValue:
             self._next, self._num_hex = "hex", 4
         elif text[at] in '"\\/bfnrt':
             self._next = "string"
+        elif self._is_repaired:
+            self._next = "string"
+            self.repairs.append((at, _behind_backslash(text[at])))
         else:
             self.is_bad = True
             return at
@@ -160,6 +195,14 @@ class JsonValue:
     def _end_value(self) -> None:
         self.is_done = not self._open and not self.is_bad
         self._next = "after"
+
+
+def _behind_backslash(character: str) -> str:
+    """Return what completes a backslash to JSON: a quote and a control character stand for themselves, as in Python
+    and JavaScript; before others the backslash is text."""
+    if character == "'":
+        return "u0027"
+    return json.dumps(character)[2:-1] if character < " " else f"\\{character}"
 
 
 def _after_space(text: str, at: int) -> int:

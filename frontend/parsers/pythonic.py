@@ -37,7 +37,7 @@ def _call(scan: Scanner) -> Reading[bool]:
         scan.give_up()
         return False
     source = yield from _brackets(scan)
-    arguments = _arguments(f"{name}{source}") if source else ""
+    arguments = _arguments(f"f{source}") if source else ""  # a tool's name may be none in Python
     if not arguments:
         scan.give_up(is_text=True)  # rescanning markers inside it would be quadratic
         return False
@@ -76,25 +76,46 @@ def _brackets(scan: Scanner) -> Reading[str]:
     return ""
 
 
+def literal_as_json(source: str) -> str:
+    """Return a list or dict in Python syntax as JSON; "" for other text."""
+    try:
+        if source.startswith(("[", "{")) and len(source) <= _MAX_CALL:
+            value = _parsed(source)
+            return _json(_value(value)) if isinstance(value, ast.List | ast.Dict) else ""
+    except _INVALID:
+        pass
+    return ""
+
+
 def _arguments(source: str) -> str:
     """Return a call's keyword arguments as a JSON object; "" if it is not a call with literal values."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about unknown escape sequences
-            call = ast.parse(source.lstrip(), mode="eval").body
+        call = _parsed(source)
         if not isinstance(call, ast.Call) or call.args or any(keyword.arg is None for keyword in call.keywords):
             return ""
-        values = {keyword.arg: ast.literal_eval(_with_pythons_own(keyword.value)) for keyword in call.keywords}
-        text = json.dumps(values, ensure_ascii=False, allow_nan=False)
-        text.encode()  # reject lone surrogates
-        return text
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return _json({keyword.arg: _value(keyword.value) for keyword in call.keywords})
+    except _INVALID:
         return ""
 
 
-def _with_pythons_own(value: ast.expr) -> ast.expr:
-    """Replace JSON's true, false and null, which are names in Python, by constants."""
-    return _Words().visit(value)  # type: ignore[no-any-return]
+_INVALID = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)
+
+
+def _parsed(source: str) -> ast.expr:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about unknown escape sequences
+        return ast.parse(source.lstrip(), mode="eval").body
+
+
+def _json(value: object) -> str:
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    text.encode()  # reject lone surrogates
+    return text
+
+
+def _value(value: ast.expr) -> object:
+    """Evaluate a literal. JSON's true, false and null, which are names in Python, count as constants."""
+    return ast.literal_eval(_Words().visit(value))
 
 
 class _Words(ast.NodeTransformer):

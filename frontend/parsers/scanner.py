@@ -98,7 +98,7 @@ class Scanner:
 
         Space before a marker is consumed with it, and space between calls is dropped.
         """
-        self._forget_taken()
+        self.forget_taken()
         while True:
             at, marker = min(((i, m) for m in markers if (i := self._text.find(m)) >= 0), default=(-1, ""))
             if marker:
@@ -124,7 +124,7 @@ class Scanner:
 
     def all_text(self) -> Reading[None]:
         """Emit all remaining text."""
-        self._forget_taken()
+        self.forget_taken()
         while not self.is_ended:
             self._emit_next(len(self._text.rstrip()))
             yield
@@ -192,7 +192,7 @@ class Scanner:
         self.pieces.append(CallEnded(self._number))
         self.is_begun = False
         self._is_after_call = True
-        self._forget_taken()
+        self.forget_taken()
         self._unemitted.clear()
 
     def give_up(self, *, is_text: bool = False) -> None:
@@ -209,7 +209,8 @@ class Scanner:
         self._text = "".join(taken[num_text:]) + self._text
         self.emit("".join(taken[:num_text]))
 
-    def _forget_taken(self) -> None:
+    def forget_taken(self) -> None:
+        """Count the consumed text as markup, which is never returned as text."""
         self._taken.clear()
         self._num_taken = 0
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from core.types.json_schema import target
 from frontend.parsers.json_value import JsonValue
+from frontend.parsers.pythonic import literal_as_json
 from frontend.parsers.scanner import Reading, Scanner, overlap
 
 _MAX_NAME = 128
+_MAX_SPACE = 64  # characters between two tags
+_MAX_LOOK = 2 * _MAX_SPACE  # characters that may be space and a tag
 BY_JSON = {"integer", "number", "boolean", "object", "array", "null"}
 _BY_KEYWORD = {"properties": "object", "additionalProperties": "object", "items": "array", "prefixItems": "array"}
 _TYPE_OF = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null",
@@ -85,22 +88,102 @@ def _parameters(scan: Scanner, tags: XmlTags, types: _Types) -> Reading[bool]:
         head, kinds = f"{opening}{json.dumps(key)}: ", _marked(named) or types.of_parameter(key)
         if kinds <= {"string"}:
             scan.emit_arguments(head + '"')
-            yield from streamed_string(scan, tags.value_end, padding=tags.padding)
+            if not (yield from _value(scan, tags, types, lambda text: scan.emit_arguments(_quoted(text)[1:-1]))):
+                return False
+            scan.emit_arguments('"')
         else:
-            value = (yield from scan.before(tags.value_end)).removeprefix(tags.padding).removesuffix(tags.padding)
-            if scan.rest.startswith(tags.value_end):
-                text = as_json(value, kinds)
-            else:  # the answer ends here; to read the value again would be quadratic
-                begun = take_begun(scan, tags.value_end, padding=tags.padding).removeprefix(tags.padding)
-                text = begun_as_json(begun, kinds)
-            scan.emit_arguments(head + text)
-        if not (yield from scan.optional(tags.value_end)):
-            return False
+            parts = list[str]()
+            is_whole = yield from _value(scan, tags, types, parts.append)
+            scan.emit_arguments(head + (as_json if is_whole else begun_as_json)("".join(parts), kinds))
+            if not is_whole:
+                return False
         opening = ", "
-    if not (yield from scan.optional(tags.call_end)):
+    if not (yield from scan.optional(tags.call_end)) and not (yield from _ends_without_tag(scan, tags, opening)):
         return False
     scan.emit_arguments("{}" if opening == "{" else "}")
     return True
+
+
+def _ends_without_tag(scan: Scanner, tags: XmlTags, opening: str) -> Reading[bool]:
+    """Return whether a call with parameters is over although the model left out its last tag."""
+    if opening == "{":
+        return False
+    for end in tags.block_ends:
+        if (yield from scan.next_is(end)):
+            return True
+    return scan.is_ended and not scan.rest.strip()
+
+
+def _value(scan: Scanner, tags: XmlTags, types: _Types, take: Callable[[str], None]) -> Reading[bool]:
+    """Pass a value on as it arrives, without its padding, and consume its end. Return whether it ended."""
+    while tags.padding and not scan.rest and not scan.is_ended:
+        yield
+    if scan.rest.startswith(tags.padding):
+        scan.take(len(tags.padding))
+    while True:
+        num, end = _value_end(scan.rest, tags, types, is_ended=scan.is_ended)
+        if end is not None:
+            take(scan.take(num).removesuffix(tags.padding))
+            scan.take(end)
+            return True
+        if tags.padding and scan.rest[:num].endswith(tags.padding) and not (scan.is_ended and num == len(scan.rest)):
+            num -= len(tags.padding)
+        if num:
+            take(scan.take(num))
+        if scan.is_ended:
+            return False
+        yield
+
+
+def _value_end(text: str, tags: XmlTags, types: _Types, *, is_ended: bool) -> tuple[int, int | None]:
+    """Return how many characters of the text are the value's, and the length of the tag behind it; None: it has not
+    ended, and the other characters may belong to its end.
+
+    A tag ends the value if the next one follows, so a value may contain it. If the model left the tag out, the next
+    parameter or the end of the call ends the value (of formats with padding).
+    """
+    at = text.find("<")
+    while at >= 0:
+        length = len(tags.value_end) if text.startswith(tags.value_end, at) else 0
+        found = _ends_here(text, at, tags, types, is_ended=is_ended)
+        if found:
+            return at, length
+        if found is None:
+            return at, None
+        at = text.find("<", at + 1)
+    return len(text), None
+
+
+def _ends_here(text: str, at: int, tags: XmlTags, types: _Types, *, is_ended: bool) -> bool | None:
+    """Return whether the tag at this place ends a value; None if that is not known yet."""
+    if text.startswith(tags.value_end, at):
+        following = text[(begin := at + len(tags.value_end)) : begin + _MAX_LOOK]
+        return _is_followed(following, (tags.parameter, tags.call_end, *tags.block_ends), is_ended=is_ended)
+    others: tuple[str, ...] = ()
+    if tags.padding and text.startswith(tags.padding, at - len(tags.padding)) and at:
+        if text.startswith(tags.parameter, at):
+            name, closing, _ = text[(begin := at + len(tags.parameter)) : begin + _MAX_NAME + 1].partition(tags.key_end)
+            return types.has_parameter(name) if closing else None if len(name) <= _MAX_NAME else False
+        if text.startswith(tags.call_end, at):
+            following = text[(begin := at + len(tags.call_end)) : begin + _MAX_LOOK]
+            return _is_followed(following, (*tags.block_ends, tags.call), is_ended=is_ended)
+        others = (tags.parameter, tags.call_end)
+    here = text[at:] if len(text) - at < _MAX_LOOK else ""
+    return None if here and any(tag.startswith(here) for tag in (tags.value_end, *others)) else False
+
+
+def _is_followed(text: str, tags: Sequence[str], *, is_ended: bool) -> bool | None:
+    """Return whether one of the tags or the end of the answer comes next; None if that is not known yet."""
+    rest = text.lstrip()
+    if any(rest.startswith(tag) for tag in tags):
+        return True
+    if len(text) - len(rest) <= _MAX_SPACE and any(tag.startswith(rest) for tag in tags):
+        return True if is_ended else None
+    return False
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _name(text: str) -> str:
@@ -114,26 +197,21 @@ def _marked(text: str) -> set[str]:
     return {"string"} if 'string="true"' in marked else BY_JSON if 'string="false"' in marked else set()
 
 
-def streamed_string(scan: Scanner, end: str, *, padding: str = "") -> Reading[None]:
-    """Emit a string without its padding, as it arrives, up to `end`, and its closing quote."""
-    while padding and not scan.rest and not scan.is_ended:
-        yield
-    if scan.rest.startswith(padding):
-        scan.take(len(padding))
+def streamed_string(scan: Scanner, end: str) -> Reading[None]:
+    """Emit a string as it arrives, up to `end`, and its closing quote."""
     while True:
         at = scan.rest.find(end)
         is_whole = at >= 0
-        text = scan.take(at).removesuffix(padding) if is_whole else take_begun(scan, end, padding=padding)
-        scan.emit_arguments(json.dumps(text, ensure_ascii=False)[1:-1] + ('"' if is_whole else ""))
+        text = scan.take(at) if is_whole else take_begun(scan, end)
+        scan.emit_arguments(_quoted(text)[1:-1] + ('"' if is_whole else ""))
         if is_whole or scan.is_ended:
             return
         yield
 
 
-def take_begun(scan: Scanner, *ends: str, padding: str = "") -> str:
+def take_begun(scan: Scanner, *ends: str) -> str:
     """Consume and return a value's text so far, without characters that may belong to one of its ends."""
-    held = max(overlap(scan.rest, text) for end in ends for text in (end, padding + end))
-    return scan.take(len(scan.rest) - held)
+    return scan.take(len(scan.rest) - max(overlap(scan.rest, end) for end in ends))
 
 
 def as_json(value: str, types: set[str]) -> str:
@@ -147,6 +225,8 @@ def as_json(value: str, types: set[str]) -> str:
             except (ValueError, RecursionError):
                 continue
             return word
+    if types & {"object", "array"} and "string" not in types and (found := literal_as_json(text)):
+        return found
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -167,6 +247,9 @@ class _Types:
     def of_parameter(self, name: str) -> set[str]:
         """Return all types that a parameter's schema allows, or an empty set if it allows any."""
         return self._of(self._found(name), 0)
+
+    def has_parameter(self, name: str) -> bool:
+        return self._found(name) is not None
 
     def _found(self, name: str) -> Any:
         """Return the schema of a parameter; None if there is none."""

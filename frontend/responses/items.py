@@ -102,6 +102,8 @@ class InputItem(OpenAIObject):
     parsed_arguments: Ignored = None
 
     def model_post_init(self, context: Any, /) -> None:
+        if self.id and self.type is None and self.model_fields_set <= {"id", "type"}:
+            self.type = REFERENCE  # its type may be omitted
         if self.type == "local_shell_call_output" and not self.call_id:  # has the call's id as its own
             self.call_id = self.id
 

@@ -19,7 +19,7 @@ from frontend.chat.output_format import OutputFormat
 from frontend.parsers.formats import GENERIC
 from frontend.parsers.harmony import HARMONY
 from frontend.parsers.thinking import Start, Tags
-from frontend.structured_output.lark import LOOKING_AROUND, in_lark, lenient, structural_tag_rules, weakened
+from frontend.structured_output.lark import MAY_BE_WEAKENED, in_lark, lenient, structural_tag_rules, weakened
 from frontend.text.completion_request import CompletionRequest
 from frontend.text.text_threads import TextThreads
 
@@ -73,13 +73,13 @@ def may_think(grammar: Grammar | None, start: Start) -> bool:
     return grammar is None or (grammar.kind in (*_SCHEMAS, GrammarKind.STRUCTURAL_TAG) and start != "after")
 
 
-def without_look_around(request: CompletionRequest) -> tuple[CompletionRequest, list[str]]:
-    """Return the request with a strict schema that a grammar can follow, and the paths of patterns that were weakened.
+def with_weakened_schema(request: CompletionRequest) -> tuple[CompletionRequest, list[str]]:
+    """Return the request with a strict schema that a grammar can follow, and the paths of what was weakened.
 
     Raises RequestError.
     """
     grammar, param = request.grammar, request.grammar_field
-    if grammar is None or grammar.kind is not GrammarKind.JSON_SCHEMA or not LOOKING_AROUND.search(grammar.text):
+    if grammar is None or grammar.kind is not GrammarKind.JSON_SCHEMA or not MAY_BE_WEAKENED.search(grammar.text):
         return request, []
     grammar.check(param)
     try:

@@ -17,9 +17,14 @@ from core.types.request import MAX_SCHEMA_BYTES, in_quotes
 
 _TYPES = frozenset(("null", "boolean", "number", "integer", "string", "array", "object"))
 # Look-around, word boundaries and back-references, which no automaton can follow; also matches escaped ones.
-LOOKING_AROUND = re.compile(r"\(\?<?[=!]|\\[bB1-9]|\\k<")
+_LOOKING_AROUND = re.compile(r"\(\?<?[=!]|\\[bB1-9]|\\k<")
 _PART = re.compile(r"\(\?<?[=!]|\\k<|\[\^?\]?(?:[^\]\\]|\\.)*\]|\\.|.", re.DOTALL)  # of a regular expression
 _REPEATED = re.compile(r"(?:[*+?]|\{\d+,?\d*\})[?+]?")
+# Other formats are annotations, as in the specification. pydantic writes `path`, `password` and `binary`.
+_FORMATS = frozenset(
+    ("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid", "unknown")
+)
+MAY_BE_WEAKENED = re.compile(rf'{_LOOKING_AROUND.pattern}|"format"')  # in the text of a schema
 _OF_DOCUMENT = frozenset(("$id", "$schema"))  # keywords of a schema document
 _ANYTHING = "/(?s:.*)/"
 _MAX_LISTED = 512  # tags, triggers and elements of one format
@@ -58,9 +63,10 @@ def lenient(schema: Any) -> Any:
 
 
 def weakened(schema: Any, param: str) -> tuple[Any, list[str]]:
-    """Return the schema with patterns that have no look-around, which accept more, and the paths of those patterns.
+    """Return a schema that accepts more, and the paths of what changed.
 
-    pydantic writes such a pattern for a Decimal. Raises RequestError for back-references, with path and keyword.
+    Patterns lose their look-around, which pydantic writes for a Decimal, and formats that no grammar enforces are left
+    out. Raises RequestError for back-references, with path and keyword.
     """
     paths = list[str]()
 
@@ -73,6 +79,9 @@ def weakened(schema: Any, param: str) -> tuple[Any, list[str]]:
         for key, one in value.items():
             if key == "pattern" and isinstance(one, str) and not is_named:
                 found[key] = pattern(one, f"{path}.{key}")
+            elif key == "format" and isinstance(one, str) and one not in _FORMATS and not is_named:
+                del found[key]
+                paths.append(f"{path}.{key}")
             elif key not in LITERAL or is_named:
                 found[key] = weaker(one, f"{path}.{key}", is_named=key in NAMED and not is_named)
         return found

@@ -32,7 +32,7 @@ from frontend.chat.chat import Chat
 from frontend.chat.chat_template import ChatTemplate
 from frontend.chat.output_format import OutputFormat
 from frontend.chat.thinking import thinking_budget
-from frontend.structured_output.constrained_answer import GrammarCheck, bound_answer, without_look_around
+from frontend.structured_output.constrained_answer import GrammarCheck, bound_answer, with_weakened_schema
 from frontend.structured_output.lark import SpecialTokens
 from frontend.text.answer_events import AnswerEvents, ChoiceText, TokenClock, UnreadLimit, best_of
 from frontend.text.answer_reader import AnswerReader
@@ -101,7 +101,7 @@ class Completions:
         """
         try:
             check(request, self.model)
-            request, ignored = without_look_around(request)
+            request, ignored = with_weakened_schema(request)
             clock = TokenClock(self.metrics, num_choices=request.num_choices)
             given_ids = await self.prompts.encode(request, num_other_chars=num_other_chars)
             prompt_ids = truncated(given_ids, request, self.model)

@@ -28,13 +28,14 @@ MAX_MESSAGES = 4096  # also at most the context's number of tokens
 MAX_ROLE_CHARS = 64
 MAX_ALL_CALLS = 4096  # tool calls in all messages
 MAX_TOOLS_CHARS = 2**20  # of the schemas of all tools
+_LEAST_TOP_P = 1e-6  # stands for 0: only the most likely token
 GREEDY_BELOW = 1e-5  # a smaller temperature means greedy: dividing by it would overflow
 _SEED_BITS = (1 << 63) - 1
 
 # field: (lowest, highest, whether the lowest itself is allowed). Every range is finite, because the wire has float32.
 RANGES: Mapping[str, tuple[float, float, bool]] = {
     "temperature": (0, 100, True),
-    "top_p": (0, 1, False),
+    "top_p": (0, 1, True),
     "min_p": (0, 1, True),
     "top_k": (-1, 2**31 - 1, True),
     "repetition_penalty": (0.01, 100, True),  # logits are divided by it in float32; less may overflow
@@ -286,7 +287,7 @@ def sampling_of(
         min_tokens=request.min_tokens,
         temperature=0.0 if chosen["temperature"] < GREEDY_BELOW else chosen["temperature"],
         top_k=max(0, int(chosen["top_k"])),
-        top_p=chosen["top_p"],
+        top_p=chosen["top_p"] or _LEAST_TOP_P,
         min_p=chosen["min_p"],
         repetition_penalty=chosen["repetition_penalty"],
         presence_penalty=chosen["presence_penalty"],

@@ -78,7 +78,10 @@ def test_invalid_instances_are_rejected(
         ({"type": "object", "properties": {"a": {"const": "\x07"}}}, "const: the only supported control characters"),
         ({"enum": ["a", ["\x7f"]]}, "enum: the only supported control characters"),
         ({"type": "string", "pattern": "[+--]"}, r"pattern: .*write \\-"),
-        ({"oneOf": [{"type": "integer"}, {"type": "number"}], "x-guidance": {"coerce_one_of": True}}, "oneOf"),
+        (
+            {"oneOf": [{"type": "integer"}, {"type": "number"}], "x-guidance": {"coerce_one_of": True}},
+            "oneOf constraints are not supported. Use anyOf$",
+        ),
         ({"type": "array", "uniqueItems": True, "x-guidance": {"lenient": True}}, "uniqueItems"),
         ({"type": "integer", "multipleOf": 999_983}, "multipleOf: values must have a common multiple of at most 16384"),
         ({"type": "number", "multipleOf": 9.99983}, "multipleOf"),
@@ -111,6 +114,43 @@ def test_lenient_schema_ignores_unenforceable_keywords(compiler: GrammarCompiler
     steps = {"type": "integer", "multipleOf": 999_983}
     assert accepts(_compile(compiler, steps, GrammarKind.LENIENT_JSON_SCHEMA), character_ids("7"))
     assert not accepts(_compile(compiler, _FOO, GrammarKind.LENIENT_JSON_SCHEMA), character_ids(r'{"\u0066oo": "x"}'))
+
+
+@pytest.mark.parametrize("kind", [GrammarKind.JSON_SCHEMA, GrammarKind.LENIENT_JSON_SCHEMA])
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        *(({"$ref": f"#/$defs/{name}", "$defs": {name: {"const": 1}}}, "1", "2")
+          for name in ("Page[int]", "List<int>", "a b", "Größe", "50%", "a^b|c", "x.y-z~w")),
+        ({"$ref": "#/$defs/Page%5Bint%5D", "$defs": {"Page[int]": {"const": 1}}}, "1", "2"),
+        ({"type": "object", "required": None, "properties": {"a": {"type": "null", "pattern": None, "items": None}},
+          "additionalProperties": False, "description": None}, '{"a": null}', '{"a": 1}'),
+        ({"const": None}, "null", "1"),
+        ({"type": "string", "minLength": 1.0, "maxLength": 2.0}, '"ab"', '"abc"'),
+        ({"type": "string", "pattern": r"\Aa\Z"}, '"a"', '"ab"'),
+    ],
+)  # fmt: skip
+def test_schemas_of_generators_are_read(
+    compiler: GrammarCompiler, kind: GrammarKind, schema: Any, right: str, wrong: str
+) -> None:
+    """Names of generic and non-ASCII types in references, null for omitted keywords, and Python's `\\Z`."""
+    compiled = _compile(compiler, schema, kind)
+    assert accepts(compiled, character_ids(right)) and not accepts(compiled, character_ids(wrong))
+
+
+@pytest.mark.parametrize("pattern", ["([", "^{.*}$", r"^\cA$", "^[a--b]$", "^(?>a)$"])
+def test_pattern_of_another_dialect_is_ignored_in_a_lenient_schema(compiler: GrammarCompiler, pattern: str) -> None:
+    properties = {"a": {"type": "string", "pattern": pattern}, "b": {"type": "null"}}
+    schema = {"type": "object", "properties": properties, "required": ["a", "b"]}
+    lark = _CALL + json.dumps({**schema, "x-guidance": {"lenient": True}})
+    for compiled, before in (
+        (_compile(compiler, schema, GrammarKind.LENIENT_JSON_SCHEMA), ""),
+        (_compile(compiler, lark, GrammarKind.LARK), "<"),
+    ):
+        for text, is_right in (('{"a": "x", "b": null}', True), ('{"a": "x", "b": 1}', False)):
+            assert accepts(compiled, character_ids(before + text)) is is_right
+    with pytest.raises(RequestError, match=r"pattern: |regex parse error"):
+        _compile(compiler, schema)
 
 
 _HERE = {"$ref": "#"}

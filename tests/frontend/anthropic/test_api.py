@@ -272,6 +272,32 @@ _WRONG: list[tuple[dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
+def _document(source: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"type": "document", "source": source, **more}
+
+
+_OMITTED = "[{} omitted: this model reads text only]"
+_READ: list[tuple[dict[str, Any], str, bool]] = [  # a block, what the model reads, whether the user may send it
+    (_document({"type": "text", "data": "TEXT"}), "TEXT", True),
+    (_document({"type": "text", "data": "TEXT"}, title="T", context="C"), '{"title": "T", "context": "C"}\nTEXT', True),
+    (_document({"type": "content", "content": "TEXT"}), "TEXT", True),
+    (_document({"type": "content", "content": [{"type": "text", "text": "TEXT"}, _IMAGE]}),
+     f"TEXT\n{_OMITTED.format('image')}", True),
+    (_document({"type": "base64", "data": ""}, title="T"), _OMITTED.format("document"), False),
+    ({"type": "web_search_tool_result_error", "error_code": "unavailable"}, '{"error_code": "unavailable"}', True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("block", "read", "is_allowed"), _READ)
+async def test_documents_are_read_as_text(endpoint: Served, block: Any, read: str, is_allowed: bool) -> None:
+    called = {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "b", "input": {}}]}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": [block]}
+    for messages in ([{"role": "user", "content": [block]}], [*USER, called, {"role": "user", "content": [result]}]):
+        answer = await endpoint.http.post("/v1/messages", json={"max_tokens": 1, "messages": messages})
+        assert answer.status_code == (200 if is_allowed or len(messages) > 1 else 400)
+        assert answer.status_code == 400 or read in endpoint.prompt
+
+
 async def test_invalid_requests_are_rejected_by_name(serve: Serve) -> None:
     endpoint = await _served(serve, has_grammars=True)
     for body, message in _WRONG:

@@ -100,6 +100,15 @@ async def test_whole_and_streamed_answers_are_equal(endpoint: Served) -> None:
     assert whole.choices[0].model_extra == {"stop_reason": "c"}
 
 
+async def test_zeros_that_the_api_allows(endpoint: Served) -> None:
+    """`max_tokens: 0` computes the prompt alone, and `top_p: 0` keeps the most likely token."""
+    empty = await endpoint.client.completions.create(model="tiny", prompt=["a", "bc"], max_tokens=0, logprobs=1)
+    assert [(choice.text, choice.finish_reason) for choice in empty.choices] == [("", "length")] * 2
+    assert empty.usage is not None and (empty.usage.prompt_tokens, empty.usage.completion_tokens) == (3, 0)
+    await endpoint.client.chat.completions.create(model="tiny", messages=USER, max_tokens=1, top_p=0)
+    assert 0 < endpoint.fake.started[-1].sampling.top_p < 1e-5
+
+
 @pytest.mark.parametrize("as_ids", [False, True])
 async def test_many_prompts_times_n(endpoint: Served, byte_level: Tokenizer, as_ids: bool) -> None:
     texts = ["ab", "xyz"]

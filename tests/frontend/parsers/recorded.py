@@ -78,6 +78,16 @@ _ANSWERS: dict[str, list[tuple[Any, ...]]] = {
          '"def f():\\n    return \\"\\u00e9 \\\\ \\ud83c\\udf89\\"\\n"}}</tool_call> Done.', (_FILE,), " Done."),
         ('<tool_call>\n{"name": "get_weather", "arguments": "{\\"city\\": \\"Paris\\", \\"days\\": 3}"}\n</tool_call>',
          (_PARIS,)),
+        ('<tool_call>{"name": "write.file", "arguments": {"path": "a.py", "text": '
+         '"def f():\n    return \\"é \\\\ 🎉\\"\n"}}</tool_call>', (_FILE,)),
+        ('<tool_call>{"name": "write.file", "arguments": {"text": "it\\\'s\\ta \\d\\\n\x01"}}</tool_call>',
+         (("write.file", {"text": "it's\ta \\d\n\x01"}),)),
+        ('<tool_call>{"name": "get_weather", "arguments": {"city": "Paris", "days": 3, }}</tool_call>\n'
+         '<tool_call>{"name": "write.file", "arguments": {"a": [True, {"b": None,},], "c": False}}</tool_call>',
+         (_PARIS, ("write.file", {"a": [True, {"b": None}], "c": False}))),
+        ('<tool_call>\n{"name": "now", "arguments": ""}\n{"name": "get_weather", "arguments": {"city": "Paris", '
+         '"days": 3}}\n</tool_call>', (_NOW, _PARIS)),
+        ('<tool_call>{"name": "now"}\n{"name": "unknown"}</tool_call>', (_NOW,), '\n{"name": "unknown"}</tool_call>'),
         ('No call: <tool_call> is how one begins, {"name": "now"} what is in it.', (), "="),
         ('<tool_call>\n{"name": "no_such_tool", "arguments": {}}\n</tool_call>', (), "="),
         ('<tool_call>\n{"name": "now", "arguments": [1]}\n</tool_call>', (), "="),
@@ -89,6 +99,8 @@ _ANSWERS: dict[str, list[tuple[Any, ...]]] = {
         ('{"name": "get_weather", "parameters": {"city": "Paris", "days": 3}}', (_PARIS,)),
         ('<|python_tag|>{"type": "function", "name": "now", "parameters": {}}; '
          '{"name": "get_weather", "parameters": {"city": "Paris", "days": 3}}', (_NOW, _PARIS)),
+        ('{"name": "now", "parameters": {}}\n{"name": "get_weather", "parameters": {"city": "Paris", "days": 3}}',
+         (_NOW, _PARIS)),
         ('{"answer": 42, "name": "now"}', (), "="),
         ('<|python_tag|>brave_search.call(query="x")', (), "="),
         ("Call {} now.", (), "="),
@@ -98,6 +110,7 @@ _ANSWERS: dict[str, list[tuple[Any, ...]]] = {
          '{"name": "now", "arguments": {}, "id": "abcdefghi"}]', (_PARIS, _NOW)),
         ('Well.[TOOL_CALLS]get_weather[ARGS]{"city": "Paris", "days": 3}[TOOL_CALLS]now[CALL_ID]a1[ARGS]{}',
          (_PARIS, _NOW), "Well."),
+        ('[TOOL_CALLS]{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}', (_PARIS,)),
         ("[TOOL_CALLS] [1, 2]", (), "="),
         ("[TOOL_CALLS]nothing of the kind", (), "="),
     ],
@@ -123,6 +136,18 @@ _ANSWERS: dict[str, list[tuple[Any, ...]]] = {
          (("get_weather", {"city": "3", "units": None, "places": ["a", "b"], "is_exact": True, "days": "many"}),)),
         ("<tool_call>\n<function=write.file>\n<parameter=path>\na.py\n</parameter>\n<parameter=text>\n"
          'def f():\n    return "é \\ 🎉"\n\n</parameter>\n</function>\n</tool_call>', (_FILE,)),
+        ("<function=get_weather>\n<parameter=places>\n['a', \"it's\", r'\\d',]\n</parameter>\n<parameter=days>\n"
+         "[1\n</parameter>\n</function>", (("get_weather", {"places": ["a", "it's", "\\d"], "days": "[1"}),)),
+        # A value that has the tags themselves, as of an agent that edits this file.
+        ("<function=write.file>\n<parameter=path>\na </parameter> b <parameter=b> b\n</function> c\n<parameter=no>\n"
+         "</tool_call>\n</parameter>\n<parameter=text>\n</parameter>.\n</parameter>\n</function>\n</tool_call>",
+         (("write.file", {"path": "a </parameter> b <parameter=b> b\n</function> c\n<parameter=no>\n</tool_call>",
+          "text": "</parameter>."}),)),
+        # Without some of the closing tags.
+        ("<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n<parameter=days>\n3\n</function>\n</tool_call>\n"
+         "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
+         "</tool_call>", (_PARIS, _PARIS)),
+        ("<function=get_weather>\n<parameter=days>\n3\n<parameter=city>\nParis\n</parameter>\n", (_PARIS,)),
         ("<seed:tool_call>\n<function=now>\n</function>\n</seed:tool_call>", (_NOW,)),
         ("<tool_call>\n<function=unknown>\n</function>\n</tool_call>", (), "="),
     ],
@@ -172,7 +197,8 @@ _ANSWERS: dict[str, list[tuple[Any, ...]]] = {
          (_PARIS, _NOW), "I look."),
         ('<minimax:tool_call>\n<invoke name="write.file">\n<parameter name="path">a.py</parameter>\n'
          f'<parameter name="text">{_TEXT}</parameter>\n</invoke>\n</minimax:tool_call>', (_FILE,)),
-        ('<invoke name="now">\n<parameter name="a">1</parameter>\n</minimax:tool_call>', (), "="),
+        ('<invoke name="now">\n<parameter name="a">1</parameter>\n</minimax:tool_call>', (("now", {"a": "1"}),)),
+        ('<invoke name="now">\n</minimax:tool_call>', (), "="),
     ],
     "deepseek_v32": [
         ("I see.\n\n<｜DSML｜function_calls>\n"
@@ -215,6 +241,8 @@ _ANSWERS: dict[str, list[tuple[Any, ...]]] = {
          "Sunny.<|return|>", (_PARIS,), "Let me look.\n\nSunny.", "Hm.\n\nSo."),
         (' to=functions.write.file code<|message|>{"path": "a.py", "text": "def f():\\n    return \\"é \\\\ 🎉\\"\\n"}',
          (_FILE,)),
+        ("<|channel|>commentary to=functions.now <|constrain|>json<|message|><|call|>", (_NOW,)),
+        ("<|channel|>commentary to=functions.now<|message|>", (_NOW,)),
         ("<|channel|>final <|constrain|>json<|message|>[1, 2] <|end|>", (), "[1, 2]"),
         ("<|channel|>analysis to=python code<|message|>print(1)<|end|>", (), "", "print(1)"),
         ("<|channel|>commentary to=functions.no_such_tool json<|message|>{}", (), "="),

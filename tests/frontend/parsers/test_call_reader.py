@@ -160,7 +160,7 @@ def check_nothing_is_lost(format: str, raw: str) -> None:
                 begun = pieces[at - 1]
                 assert isinstance(begun, CallBegun)
                 name, quoted = re.escape(begun.name), re.escape(json.dumps(text)[1:-1])
-                written = rf'(?:{re.escape(text)}|"\s*{quoted}\s*")?'
+                written = rf'(?:{_repaired(text)}|"\s*{quoted}\s*")?'
                 if format == "forced_call":  # this format has no name
                     pattern += f"{markup}{written}{markup}"
                 elif format in _NOT_JSON:
@@ -173,6 +173,25 @@ def check_nothing_is_lost(format: str, raw: str) -> None:
             case _:
                 pass
     assert re.fullmatch(pattern, raw, re.DOTALL), (format, raw, pieces)
+
+
+_REPAIRED = re.compile(r"(\\u[0-9a-f]{4}|\\.|\s*[}\]]|true|false|null)")
+_PYTHONS = {"true": "True", "false": "False", "null": "None"}
+
+
+def _repaired(arguments: str) -> str:
+    """Return a pattern of what a model may have written for these arguments, which are JSON in any case."""
+
+    def written(part: str) -> str:
+        if part.endswith(("}", "]")) and part.strip() in "}]":
+            return rf"\s*(?:,\s*)?\{part[-1]}"
+        if part in _PYTHONS:
+            return f"(?:{part}|{_PYTHONS[part]})"
+        if not part.startswith("\\"):
+            return re.escape(part)
+        return rf"(?:{re.escape(part)}|\\?{re.escape(json.loads(chr(34) + part + chr(34)))})"
+
+    return "".join(map(written, _REPAIRED.split(arguments)))
 
 
 def _texts(value: object) -> Iterator[str]:
@@ -293,6 +312,18 @@ def test_types_of_a_hostile_schema_are_found_in_linear_time() -> None:
     assert calls_in(joined(pieces)) == [("f", {"x": "10", "y": "10"})]
 
 
+@pytest.mark.parametrize("text", ["{'a': 1}, b={}", "{'a': open('x')}", "{1, 2}", "[" * 999, "{**{}}", "['\\ud800']"])
+def test_only_literals_of_python_become_json(text: str) -> None:
+    reader = CallReader(CALL_FORMATS["qwen3_coder"].read, {"f": {"properties": {"x": {"type": "object"}}}})
+    pieces = reader.add(f"<function=f>\n<parameter=x>\n{text}\n</parameter>\n</function>")
+    assert calls_in(joined(pieces)) == [("f", {"x": text})]
+
+
+def test_name_that_is_none_in_python_is_called_in_its_syntax() -> None:
+    pieces = joined(read("pythonic", ["[get-it(a=1), class(a=2)]"], {"get-it": {}, "class": {}}))
+    assert calls_in(pieces) == [("get-it", {"a": 1}), ("class", {"a": 2})]
+
+
 _F: dict[str, Any] = {"f": {"properties": {"a": {"type": "integer"}}}}
 _BEGUN = '<tool_call>{"name": "f", "arguments": {"a": '
 COSTLY: dict[str, tuple[str, int, Callable[[int], list[str]]]] = {
@@ -304,6 +335,8 @@ COSTLY: dict[str, tuple[str, int, Callable[[int], list[str]]]] = {
     "and in a list": ("generic", 400, lambda n: ['\n[{"type": "', '\n{"id": []},' * n]),
     "Gemma's objects in each other": ("gemma4", 4000, lambda n: ["<|tool_call>call:f" + "{a:" * n]),
     "Gemma's string by its characters": ("gemma4", 2000, lambda n: ['<|tool_call>call:f{a:<|"|>', *'<|"' * n]),
+    "values with tags": ("qwen3_coder", 2000, lambda n: ["<function=f><parameter=a>" + "</parameter>\n<" * n]),
+    "and space behind them": ("qwen3_coder", 2000, lambda n: ["<function=f><parameter=b></parameter>", *" " * n]),
     "values without an end": ("glm45", 2000, lambda n: ["<tool_call>f<arg_key>a</arg_key><arg_value>1" * n]),
     "calls that are none": ("kimi_k2", 2000, lambda n: ["<|tool_calls_section_begin|><|tool_call_begin|>" * n]),
     "a call by its characters": ("hermes", 2000, lambda n: ['<tool_call>{"type": "', *"a" * n]),

@@ -167,14 +167,15 @@ async def test_agent_turns(served: Served, by_id: bool) -> None:
     ), served.prompt
 
 
-async def test_items_are_referenced_by_id(served: Served) -> None:
-    """Vercel's AI SDK sends items back in this form."""
+@pytest.mark.parametrize("type", [{"type": "item_reference"}, {"type": None}, {}], ids=str)
+async def test_items_are_referenced_by_id(served: Served, type: dict[str, Any]) -> None:
+    """Vercel's AI SDK sends items back in this form. OpenAI's API does not require the type."""
     served.say(f"Look.\n{_PARIS}", "It is sunny.", "Yes.")
     first = await served.responses.create(input="Is it?", tools=[_FUNCTION])
     call: Any = first.output[1]
     history: list[Any] = [
         {"role": "user", "content": "Is it?"},
-        *({"type": "item_reference", "id": item.id} for item in first.output),
+        *({**type, "id": item.id} for item in first.output),
         {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"},
     ]
     second = await served.responses.create(input=history, tools=[_FUNCTION])

@@ -249,13 +249,19 @@ def test_strict_schema_with_look_around_is_weakened_by_name(compiler: GrammarCom
         "required": ["default", "pattern"],
         "additionalProperties": False,
     }
-    request, weakened = constrained_answer.without_look_around(_request(schema))
+    request, weakened = constrained_answer.with_weakened_schema(_request(schema))
     assert weakened == ["field.properties.default.anyOf[1].pattern"]
     for value, is_accepted in (('"1.50"', True), ('"1.5x"', False), ("1.5", True)):
         text = f'{{"default": {value}, "pattern": "(?=a)"}}'
         assert _accepts(compiler, byte_level, request, OutputFormat(), text, "") is is_accepted
+    secret = {"type": "string", "format": "password", "maxLength": 2}  # as pydantic's SecretStr
+    named = {"type": "object", "properties": {"format": secret, "b": {"type": "string", "format": "uuid"}}}
+    request, weakened = constrained_answer.with_weakened_schema(_request(named))
+    assert weakened == ["field.properties.format.format"]
+    for text, is_accepted in (('{"format": "ab"}', True), ('{"format": "abc"}', False), ('{"b": "c"}', False)):
+        assert _accepts(compiler, byte_level, request, OutputFormat(), text, "") is is_accepted
     plain = _request({"type": "object"})
-    assert constrained_answer.without_look_around(plain) == (plain, [])
+    assert constrained_answer.with_weakened_schema(plain) == (plain, [])
     schema["properties"] = {"a": {"type": "string", "pattern": r"(a)\1"}}
     with pytest.raises(RequestError, match=r"field.properties.a.pattern: back-references are not supported"):
-        constrained_answer.without_look_around(_request(schema))
+        constrained_answer.with_weakened_schema(_request(schema))

@@ -199,7 +199,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("temperature", {"temperature": -0.1}),
     ("temperature", {"temperature": math.nan}),
     ("temperature", {"temperature": math.inf}),
-    ("top_p", {"top_p": 0.0}),
+    ("top_p", {"top_p": -0.5}),
     ("top_p", {"top_p": 1.1}),
     ("min_p", {"min_p": 1.1}),
     ("top_k", {"top_k": -2}),

@@ -58,7 +58,7 @@ def test_choice_of_the_spec(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        *({"temperature": -1}, {"top_p": 0}, {"top_k": 1.5}, {"top_k": math.inf}, {"min_p": "x"}, {"top_p": True}),
+        *({"temperature": -1}, {"top_p": -1}, {"top_k": 1.5}, {"top_k": math.inf}, {"min_p": "x"}, {"top_p": True}),
         {"do_sample": "false"},
     ],
     ids=str,
