@@ -246,8 +246,7 @@ def _quantization(settings: Settings) -> dict[str, Any]:
     """Return quantization_config: FP8 with a scale per matrix, or settings in the form of compressed-tensors."""
     given = settings.object("quantization")
     if "quant_method" in given:
-        method = str(given["quant_method"]).lower().replace("_", "-")
-        return {**given, "quant_method": method}
+        return dict(given)
     if not given:
         return {}
     with _inside("quantization"):

@@ -55,6 +55,7 @@ _UNSUPPORTED = {
     "biases": "MLX",
     "lora_A": "LoRA",
 }
+_BY_KEY = {method.replace("-", "_"): method for method in QUANTIZATION_METHODS}
 _OWN_NAMES = (".attention.wq.weight", ".attention.wq_a.weight")
 
 
@@ -78,8 +79,19 @@ def check_format(names: Collection[str], *, has_own_format: bool = False) -> Non
         )
 
 
+def with_usual_method(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return quantization_config with the usual name of its method: files have compressed_tensors or GPTQ, too.
+
+    An unknown method stays as it is.
+    """
+    method = config.get("quant_method")
+    key = str(method).rpartition("/")[2].lower().replace("-", "_")  # intel/auto-round
+    return {**config, "quant_method": _BY_KEY.get(key, method)} if method else dict(config)
+
+
 def check_method(config: Mapping[str, Any]) -> None:
     """Raise SpecError if a quantization's settings are not supported. config: quantization_config; may be empty."""
+    config = with_usual_method(config)
     method = config.get("quant_method")
     if config and method is None:
         method = "MLX" if {"group_size", "bits"} <= config.keys() else "an unnamed method"

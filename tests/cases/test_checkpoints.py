@@ -125,6 +125,34 @@ def test_quantized_head_that_the_flag_denies(tmp_path: Path) -> None:
     check_equal(tmp_path, model)
 
 
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [
+        ("int8 channels", "compressed_tensors"),
+        ("gptq", "GPTQ"),
+        ("awq", "AWQ"),
+        ("gptq_v2", "intel/auto-round"),
+        ("gptq", "quantize_config.json"),
+        ("awq", "quant_config.json"),
+    ],
+)
+def test_older_names_and_places_of_the_quantization(kind: str, method: str, tmp_path: Path) -> None:
+    """vLLM reads these as well. AutoGPTQ and AutoAWQ wrote their settings into files of their own at first."""
+    model = random_model(tiny_config("llama", **SHAPE))
+    write_quantised(tmp_path, model, kind)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    if method.endswith(".json"):
+        own = raw.pop("quantization_config")
+        del own["quant_method"]
+        if kind == "awq":
+            own = {"zero_point": True, "q_group_size": own["group_size"], "w_bit": 4, "version": "GEMM"}
+        (tmp_path / method).write_text(json.dumps(own))
+    else:
+        raw["quantization_config"]["quant_method"] = method
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    check_equal(tmp_path, model)
+
+
 @pytest.mark.parametrize("kept", ["model.embed_tokens.weight", "lm_head.weight", "both"])
 def test_tied_head_may_be_stored_under_either_name(kept: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = written(tmp_path, tie_word_embeddings=True)

@@ -23,9 +23,9 @@ from core.model.settings import Settings
 from core.model.shape import Activation, ExpertsConfig, QueryScaling
 
 _CHUNKED = "chunked_attention"
+# Without rope_theta, which is a setting beside it.
 _GPT_OSS_ROPE = {
     "rope_type": "yarn",
-    "rope_theta": 150000.0,
     "factor": 32.0,
     "truncate": False,
     "original_max_position_embeddings": 4096,
