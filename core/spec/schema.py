@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import (
     AfterValidator,
@@ -59,6 +61,17 @@ EvictionName = Annotated[
 def is_fetched(source: str) -> bool:
     """Return whether a model source is downloaded rather than a path."""
     return source.startswith(("pypi:", "hf:"))
+
+
+def _is_redis_url(url: str) -> bool:
+    """Return whether the parts of a Redis URL are where its client looks for them."""
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError:
+        return False
+    has_place = bool(parts.path) if parts.scheme == "unix" else re.fullmatch("(/[0-9]*/?)?", parts.path) is not None
+    return has_place and not parts.fragment and not any(map(str.isspace, url))
 
 
 def _whole_path(source: str) -> str:
@@ -559,9 +572,16 @@ class Spec(_Section):
     @field_validator("index")
     @classmethod
     def _index_is_embedded_or_redis(cls, value: str) -> str:
-        if value == "embedded" or value.startswith(("redis://", "rediss://", "unix://")):
+        if value == "embedded":
             return value
-        raise ValueError("must be 'embedded' or a redis://, rediss:// or unix:// URL")
+        if not value.startswith(("redis://", "rediss://", "unix://")):
+            raise ValueError("must be 'embedded' or a redis://, rediss:// or unix:// URL")
+        if not _is_redis_url(value):
+            raise ValueError(
+                "must have the form redis://USER:PASSWORD@HOST:PORT/DB, with a number as DB; percent-encode special "
+                "characters of a password, such as %23 for #"
+            )
+        return value
 
     @model_validator(mode="after")
     def _only_tcp_is_encrypted(self) -> Spec:
