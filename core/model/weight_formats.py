@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -109,11 +110,18 @@ def check_method(config: Mapping[str, Any]) -> None:
             supported = ", ".join(map(str, known_values))
             raise SpecError(f"{method} with {key} {found} is not supported; supported: {supported}; {INSTEAD}")
     schemes = [*layers, *(layer.get("weights") or {} for layer in layers)]
-    for key, block in [(key, scheme.get(key)) for scheme in (config, *schemes) for key in _BLOCKS]:
+    for key, block in [(key, as_block(scheme.get(key))) for scheme in (config, *schemes) for key in _BLOCKS]:
         numbers = block if isinstance(block, list) else [block, 1]
         if block and not (len(numbers) == 2 and all(type(number) is int and number > 0 for number in numbers)):
             if (key, block) != ("group_size", -1):
                 raise SpecError(f"quantization_config: {key} is {block!r}, and must be numbers above 0")
+
+
+def as_block(found: Any) -> Any:
+    """Return a block of outputs and inputs as two numbers; early files of compressed-tensors write 128x128."""
+    if isinstance(found, str) and re.fullmatch("[0-9]{1,9}x[0-9]{1,9}", found):
+        return [int(number) for number in found.split("x")]
+    return found
 
 
 def _layers(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -28,7 +28,8 @@ class ContentParts:
         """
 
         def shows(role: str, content: object) -> bool:
-            message, user = {"role": role, "content": content}, {"role": "user", "content": _parts("a")}
+            message: dict[str, object] = {"role": role, "content": content}
+            user: dict[str, object] = {"role": "user", "content": _parts("a")}
             messages = [message] if role == "user" else [message, user] if role in _BEFORE_USER else [user, message]
             return _PROBE in (render(messages) or "")
 

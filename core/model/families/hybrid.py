@@ -50,6 +50,7 @@ def _granite_moe(settings: Settings) -> Fields:
 def _granite_hybrid(settings: Settings) -> Fields:
     """Read Granite 4: Mamba-2 instead of attention in most layers, a dense MLP or experts with a shared one."""
     shared = settings.count("shared_intermediate_size")
+    settings.choice("hidden_act", ("silu", "swish"), "silu")  # of the recurrence, too
     has_experts = settings.count("num_local_experts", least=0) > 0
     # Without experts, the shared one is the MLP.
     fields = granite(settings if has_experts else settings.replaced(intermediate_size=shared))
@@ -144,7 +145,9 @@ def _lfm2(settings: Settings) -> Fields:
         size = int(settings.real("block_ffn_dim_multiplier", 1.0) * (2 * size // 3))
         size = -(-size // multiple) * multiple
     tied = settings.switch("tie_embedding", settings.switch("tie_word_embeddings", True))
-    settings = settings.replaced(intermediate_size=size, rms_norm_eps=norm_eps, tie_word_embeddings=tied)
+    settings = settings.replaced(
+        intermediate_size=size, rms_norm_eps=norm_eps, tie_word_embeddings=tied, hidden_act="silu"
+    )
     fields = with_rope(settings, common(settings)) | {"qk_norm": "head"}
     num_layers, full = fields["num_layers"], settings.indices("full_attn_idxs")
     kinds = layer_kinds(
