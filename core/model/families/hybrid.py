@@ -173,6 +173,7 @@ def _qwen3_5_moe(settings: Settings) -> Fields:
 
 def _qwen3_5(settings: Settings, *, is_fused: bool = False) -> Fields:
     """Read Gated DeltaNet in most layers, gated attention in the others. is_fused: see DeltaNetShape."""
+    settings.choice("hidden_act", ("silu", "swish"), "silu")  # of the recurrence, too
     fields = with_rope(settings, common(settings), can_be_partial=True)
     key = "mtp_num_hidden_layers" if "mtp_num_hidden_layers" in settings else "num_nextn_predict_layers"
     fields |= {"num_further_layers": settings.count(key, 0, least=0)}
