@@ -13,7 +13,7 @@ from core.model.families.family import Family
 from core.model.settings import MOST, Settings, one_line, read_object
 from core.model.shape import ModelConfig
 from core.model.weight_files import weight_files
-from core.model.weight_formats import check_method
+from core.model.weight_formats import check_method, with_usual_method
 from core.types.errors import SpecError
 
 _MOST_EXPERTS = 1 << 18  # of all layers; the largest published models have fewer than 1 << 15
@@ -92,15 +92,24 @@ def parse(
 
 
 def quantization_config(path: Path) -> dict[str, Any]:
-    """Return the settings of quantized weights: config.json's or ModelOpt's own; empty if none. Raises SpecError."""
+    """Return the settings of quantized weights, from config.json or a library's own file; empty if none.
+
+    Raises SpecError.
+    """
     settings = _text_settings(read_config(path))
     if given := settings.get("quantization_config") or settings.get("compression_config"):
         if not isinstance(given, dict):
             raise SpecError(f"{config_file(path)}: quantization_config is {given!r}, and must be an object")
-        return given
+        return with_usual_method(given)
     own = read_object(path / "hf_quant_config.json", missing_ok=True).get("quantization")
-    own = own if isinstance(own, dict) else {}
-    return {"quant_method": "modelopt", **own} if own.get("quant_algo") else {}
+    if isinstance(own, dict) and own.get("quant_algo"):
+        return {"quant_method": "modelopt", **own}
+    # Files of AutoGPTQ and AutoAWQ, from before transformers had these settings.
+    if "bits" in (own := read_object(path / "quantize_config.json", missing_ok=True)):
+        return with_usual_method({"quant_method": "gptq", **own})
+    if "w_bit" in (own := read_object(path / "quant_config.json", missing_ok=True)):
+        return {"quant_method": "awq", "bits": own["w_bit"], "group_size": own.get("q_group_size"), **own}
+    return {}
 
 
 def fingerprint(path: Path, *, max_context: int | None = None) -> str:

@@ -17,6 +17,8 @@ from core.model.settings import Settings, one_line, read_object
 from core.types.errors import SpecError
 
 CONFIG, PARAMS = "config.json", "params.json"
+ADAPTER = "adapter_config.json"  # of a LoRA adapter
+MERGE = "AutoPeftModelForCausalLM.from_pretrained(DIR).merge_and_unload().save_pretrained(MERGED)"
 
 _MAX_POSITION = 128_000  # where params.json has none, as in vLLM
 _EOS = 2  # `</s>` in every vocabulary of Mistral
@@ -83,6 +85,9 @@ def has_own_format(directory: Path) -> bool:
 def read_config(directory: Path) -> dict[str, Any]:
     """Return a model's settings in config.json's form. Raises SpecError."""
     file = config_file(directory)
+    if not file.exists() and (directory / ADAPTER).is_file():
+        base = read_object(directory / ADAPTER).get("base_model_name_or_path")
+        raise SpecError(f"{directory}: is a LoRA adapter of {base or 'a model'}; merge it into the model: {MERGE}")
     raw = read_object(file)
     if file.name != PARAMS:
         return raw
@@ -246,8 +251,7 @@ def _quantization(settings: Settings) -> dict[str, Any]:
     """Return quantization_config: FP8 with a scale per matrix, or settings in the form of compressed-tensors."""
     given = settings.object("quantization")
     if "quant_method" in given:
-        method = str(given["quant_method"]).lower().replace("_", "-")
-        return {**given, "quant_method": method}
+        return dict(given)
     if not given:
         return {}
     with _inside("quantization"):

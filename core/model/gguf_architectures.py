@@ -171,7 +171,15 @@ def _rope_scaling(metadata: GGUFMetadata) -> Config | None:
 
 
 def _llama(metadata: GGUFMetadata, config: Config) -> Config:
+    """Read Llama, Mistral if there is a window, and Mixtral if there are experts."""
     window = metadata.value("attention.sliding_window", 0)
+    if num_experts := metadata.count("expert_count", 0, least=0):
+        return {
+            "architectures": ["MixtralForCausalLM"],
+            "num_local_experts": num_experts,
+            "num_experts_per_tok": metadata.count("expert_used_count"),
+            "sliding_window": window or None,
+        }
     return {"architectures": ["MistralForCausalLM"], "sliding_window": window} if window else {}
 
 

@@ -64,6 +64,8 @@ class _Cursor:
         if self._take(4) != _MAGIC:
             raise ValueError("it does not begin with GGUF")
         version = self._scalar("I")
+        if version & 0xFFFF == 0:
+            raise ValueError("its numbers are big-endian; convert it with gguf-convert-endian of the gguf package")
         if version not in _VERSIONS:
             raise ValueError(f"format version {version} is not supported; supported: {_VERSIONS}")
         num_tensors, num_values = self._scalar("Q"), self._scalar("Q")

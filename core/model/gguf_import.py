@@ -78,6 +78,8 @@ def _parts(gguf: Path) -> list[Path]:
 def _config(files: Sequence[tuple[Path, GGUFHeader]]) -> tuple[str, dict[str, Any]]:
     """Return the architecture, and config.json in Hugging Face's form."""
     metadata = files[0][1].metadata
+    if (kind := metadata.get("general.type", "model")) != "model":
+        raise SpecError(f"it holds no model: general.type is {kind!r}, such as an adapter or an image projector")
     architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
@@ -153,6 +155,11 @@ def _hugging_face_names(name: str, architecture: str) -> tuple[str, ...]:
     match stem.split("."):
         case ["blk", layer, role] if names := stored_names(architecture, role, suffix):
             return tuple(f"model.layers.{layer}.{inner}" for inner in names)
+        # Early files of Mixtral have a tensor for each expert.
+        case ["blk", layer, role, expert] if expert.isdecimal() and (
+            names := stored_names(architecture, f"{role}_exps", suffix)
+        ):
+            return tuple(f"model.layers.{layer}.{inner.replace('{e}', expert)}" for inner in names)
     raise SpecError(f"tensor {name} does not belong to a model of architecture {architecture}")
 
 

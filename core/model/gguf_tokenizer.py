@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Callable
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
+from tokenizers import AddedToken, Tokenizer, models, normalizers, processors
 
 from core.model.gguf_words import ADD_BOS, COMPOSED, WHOLE_WORDS_FIRST, WORDS
-from core.model.tokenizer_file import ranked_merges, split_to_bytes
+from core.model.sentence_piece import Prefix, merged_by_score
+from core.model.tokenizer_file import split_to_bytes
 from core.types.errors import SpecError
 
 logger = logging.getLogger(__name__)
@@ -154,8 +156,13 @@ def _bpe(**settings: Any) -> Tokenizer:
     if absent := next((merge for merge in settings["merges"] if "".join(merge) not in settings["vocab"]), None):
         text = f"merge {' '.join(absent)!r} forms no token"
         raise SpecError(f"the GGUF's vocabulary and merges do not fit together: {text}; download it again")
+    return _fitting(lambda: Tokenizer(models.BPE(**settings)))
+
+
+def _fitting(make: Callable[..., Tokenizer], *arguments: Any, **settings: Any) -> Tokenizer:
+    """Make a tokenizer. Raises SpecError if the library does not accept the vocabulary."""
     try:
-        return Tokenizer(models.BPE(**settings))
+        return make(*arguments, **settings)
     except Exception as error:  # tokenizers raises nothing more precise
         text = " ".join(str(error).split())
         raise SpecError(f"the GGUF's vocabulary and merges do not fit together: {text}") from error
@@ -165,21 +172,5 @@ def _sentence_piece(metadata: dict[str, Any]) -> Tokenizer:
     tokens, scores = _tokens(metadata), metadata.get("tokenizer.ggml.scores")
     if scores is None or len(scores) != len(tokens):
         raise SpecError("the GGUF has no score for each token (tokenizer.ggml.scores)")
-    vocab = {token: index for index, token in enumerate(tokens)}
-    # SentencePiece joins the neighbours that form the token of the highest score.
-    ranks = zip(tokens, (-score for score in scores), strict=True)
-    tokenizer = _bpe(
-        vocab=vocab,
-        merges=ranked_merges(vocab, ranks),
-        unk_token=special_token(metadata, "unknown"),
-        fuse_unk=True,
-        byte_fallback=True,
-    )
-    spaces, decoded = normalizers.Replace(" ", "▁"), [decoders.Replace("▁", " "), decoders.ByteFallback()]
-    if metadata.get("tokenizer.ggml.add_space_prefix", True):
-        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces])
-        tokenizer.decoder = decoders.Sequence([*decoded, decoders.Fuse(), decoders.Strip(" ", 1, 0)])
-    else:
-        tokenizer.normalizer = spaces
-        tokenizer.decoder = decoders.Sequence([*decoded, decoders.Fuse()])
-    return tokenizer
+    prefix: Prefix = "always" if metadata.get("tokenizer.ggml.add_space_prefix", True) else "never"
+    return _fitting(merged_by_score, tokens, scores, unknown=special_token(metadata, "unknown"), prefix=prefix)

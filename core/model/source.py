@@ -49,7 +49,7 @@ _PACKAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(==[A-Za-z0-9.+!-]+)?")
 _REPOSITORY = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(/(?P<file>[^@]+\.gguf))?(@(?P<revision>[\w./-]+))?")
 _PART = re.compile(r"\d{5}-of-\d{5}\.gguf$")
 _LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
-_HUB_SETTINGS = ["*.json", "*.jinja", "tiktoken.model", "*.tiktoken"]
+_HUB_SETTINGS = ["*.json", "*.jinja", "tiktoken.model", "*.tiktoken", "tokenizer.model*"]
 _HUB_NOT = ["consolidated*", "*/*"]  # duplicates of the weights in other formats
 
 

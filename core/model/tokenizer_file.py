@@ -2,6 +2,7 @@
 
     tiktoken.model   one token per line; split pattern known for Kimi, special tokens in tokenizer_config.json
     tekken.json      Mistral's: one JSON object with tokens, split pattern and special tokens
+    tokenizer.model  SentencePiece's, of kind BPE; Mistral's repositories add a version, such as tokenizer.model.v3
 
 A ranked vocabulary joins the neighbours that form the token of the lowest rank, as the tiktoken library does. Files
 beside tokenizer.json add tokens or mark some as special.
@@ -10,12 +11,13 @@ beside tokenizer.json add tokens or mark some as special.
 from __future__ import annotations
 
 from base64 import b64decode
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
+from core.model.sentence_piece import is_sentence_piece, ranked_merges, read_sentence_piece, special_pieces
 from core.model.settings import read_object
 from core.types.errors import SpecError
 
@@ -23,6 +25,7 @@ TOKENIZER = "tokenizer.json"
 _CONFIG = "tokenizer_config.json"
 TEKKEN = "tekken.json"
 _TIKTOKEN = "tiktoken.model"
+_PIECES = "tokenizer.model"
 _CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
@@ -50,7 +53,7 @@ def open_tokenizer(model_dir: Path) -> Tokenizer:
     """
     path = check_tokenizer(model_dir)
     tokenizer = _load(path)
-    if path.name != TOKENIZER:
+    if path.name in (_TIKTOKEN, TEKKEN):
         return tokenizer
     config, named = special_tokens(model_dir)
     try:
@@ -77,7 +80,8 @@ def open_tokenizer(model_dir: Path) -> Tokenizer:
 def special_tokens(model_dir: Path) -> tuple[Mapping[str, Any], dict[str, str]]:
     """Return tokenizer_config.json, and the text of bos_token, eos_token … by name. Raises SpecError."""
     config = read_object(model_dir / _CONFIG, missing_ok=True)
-    usual = _TEKKEN_NAMES if check_tokenizer(model_dir).name == TEKKEN else {}
+    path = check_tokenizer(model_dir)
+    usual = _TEKKEN_NAMES if path.name == TEKKEN else special_pieces(path) if path.name.startswith(_PIECES) else {}
     listed = {**usual, **read_object(model_dir / "special_tokens_map.json", missing_ok=True), **config}
     texts = {name: _text(value) for name, value in listed.items() if name.endswith("_token")}
     return config, {name: text for name, text in texts.items() if text is not None}
@@ -108,10 +112,15 @@ def _text(value: Any) -> str | None:
 
 def check_tokenizer(model_dir: Path) -> Path:
     """Return the tokenizer's file, without reading its vocabulary. Raises SpecError if there is none."""
-    path = next((file for name in _READERS if (file := model_dir / name).is_file()), None)
+    files = [model_dir / name for name in _READERS] + sorted(model_dir.glob(f"{_PIECES}.v*"), reverse=True)
+    path = next((file for file in files if file.is_file() and _is_readable(file)), None)
     if path is None or (path.name == _TIKTOKEN and _pattern(path) is None):
         raise SpecError(f"{model_dir}: no {TOKENIZER}; {_fix(model_dir)}")
     return path
+
+
+def _is_readable(file: Path) -> bool:
+    return not file.name.startswith(_PIECES) or is_sentence_piece(file)
 
 
 def _load(path: Path) -> Tokenizer:
@@ -120,7 +129,7 @@ def _load(path: Path) -> Tokenizer:
     Converting a ranked vocabulary of 160,000 tokens takes about two seconds.
     """
     try:
-        tokenizer = _READERS[path.name](path)
+        tokenizer = _READERS[_PIECES if path.name.startswith(_PIECES) else path.name](path)
     except (KeyboardInterrupt, SystemExit, SpecError):
         raise
     except BaseException as error:  # the library raises plain Exception for a bad file, or a Rust panic
@@ -196,17 +205,6 @@ def _ranked(
     return tokenizer
 
 
-def ranked_merges(ids: Mapping[str, int], ranks: Iterable[tuple[str, float]]) -> list[tuple[str, str]]:
-    """Return ranked merges: each split of a token into two others is one, with the token's rank."""
-    merges = [
-        (rank, ids[left], ids[right], left, right)
-        for token, rank in ranks
-        for cut in range(1, len(token))
-        if (left := token[:cut]) in ids and (right := token[cut:]) in ids
-    ]
-    return [(left, right) for *_, left, right in sorted(merges)]
-
-
 def split_to_bytes(tokenizer: Tokenizer, patterns: Sequence[str]) -> None:
     """Make a tokenizer byte-level, whose words are split by each of these regular expressions in turn."""
     splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns]
@@ -251,4 +249,5 @@ _READERS: Mapping[str, Callable[[Path], Tokenizer]] = {
     TOKENIZER: lambda path: Tokenizer.from_file(str(path)),
     _TIKTOKEN: _tiktoken,
     TEKKEN: _tekken,
+    _PIECES: lambda path: read_sentence_piece(path, read_object(path.with_name(_CONFIG), missing_ok=True)),
 }

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
-from core.model.config_file import has_own_format
+from core.model.config_file import ADAPTER, MERGE, has_own_format
 from core.model.gguf_file import TABLE, read_table
 from core.model.settings import read_object
 from core.types.errors import SpecError
@@ -48,6 +48,8 @@ def weight_files(directory: Path) -> WeightFiles:
         files = _indexed(directory, first or names) or _listed(directory, first or names)
         if has_own_format(directory):
             files = replace(files, note="")  # transformers does not read it
+        if (directory / ADAPTER).is_file():
+            files = replace(files, note=f"the LoRA adapter beside the model is not applied; merge it first: {MERGE}")
     if missing := [str(file) for file in files.paths if not file.is_file()]:
         raise SpecError(f"{directory}: weight files are missing: {', '.join(missing)}; download them again")
     return files

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -55,6 +56,7 @@ _UNSUPPORTED = {
     "biases": "MLX",
     "lora_A": "LoRA",
 }
+_BY_KEY = {method.replace("-", "_"): method for method in QUANTIZATION_METHODS}
 _OWN_NAMES = (".attention.wq.weight", ".attention.wq_a.weight")
 
 
@@ -78,8 +80,19 @@ def check_format(names: Collection[str], *, has_own_format: bool = False) -> Non
         )
 
 
+def with_usual_method(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return quantization_config with the usual name of its method: files have compressed_tensors or GPTQ, too.
+
+    An unknown method stays as it is.
+    """
+    method = config.get("quant_method")
+    key = str(method).rpartition("/")[2].lower().replace("-", "_")  # intel/auto-round
+    return {**config, "quant_method": _BY_KEY.get(key, method)} if method else dict(config)
+
+
 def check_method(config: Mapping[str, Any]) -> None:
     """Raise SpecError if a quantization's settings are not supported. config: quantization_config; may be empty."""
+    config = with_usual_method(config)
     method = config.get("quant_method")
     if config and method is None:
         method = "MLX" if {"group_size", "bits"} <= config.keys() else "an unnamed method"
@@ -97,11 +110,18 @@ def check_method(config: Mapping[str, Any]) -> None:
             supported = ", ".join(map(str, known_values))
             raise SpecError(f"{method} with {key} {found} is not supported; supported: {supported}; {INSTEAD}")
     schemes = [*layers, *(layer.get("weights") or {} for layer in layers)]
-    for key, block in [(key, scheme.get(key)) for scheme in (config, *schemes) for key in _BLOCKS]:
+    for key, block in [(key, as_block(scheme.get(key))) for scheme in (config, *schemes) for key in _BLOCKS]:
         numbers = block if isinstance(block, list) else [block, 1]
         if block and not (len(numbers) == 2 and all(type(number) is int and number > 0 for number in numbers)):
             if (key, block) != ("group_size", -1):
                 raise SpecError(f"quantization_config: {key} is {block!r}, and must be numbers above 0")
+
+
+def as_block(found: Any) -> Any:
+    """Return a block of outputs and inputs as two numbers; early files of compressed-tensors write 128x128."""
+    if isinstance(found, str) and re.fullmatch("[0-9]{1,9}x[0-9]{1,9}", found):
+        return [int(number) for number in found.split("x")]
+    return found
 
 
 def _layers(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -56,12 +56,26 @@ def _read(source: str | dict[str, Any]) -> dict[str, Any]:
             }
         raise SpecError(f"{source}: no such file, and not a topology such as 2P4D")
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise SpecError(f"{source}: not readable as YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):
         raise SpecError(f"{source}: a spec is a mapping with keys such as model, prefill and decode")
     return tree
+
+
+class _Loader(yaml.SafeLoader):
+    """Loader that rejects a key written twice. YAML would keep the last one and drop the first without a word."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen = set[str]()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise yaml.composer.ComposerError(None, None, f"{key.value} is written twice", key.start_mark)
+                seen.add(key.value)
+        return node
 
 
 def _override(tree: dict[str, Any], override: str) -> None:
@@ -86,8 +100,8 @@ def _explain(error: Any) -> str:
     path = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
         return f"{path}: unknown key{_did_you_mean(error['loc'])}"
-    # A section would be long, and the message names its keys.
-    got = "" if isinstance(error["input"], dict) else f" (got {error['input']!r})"
+    # A section would be long, and the message names its keys. The index may contain a password.
+    got = "" if isinstance(error["input"], dict) or path == "index" else f" (got {error['input']!r})"
     if error["type"] == "model_type":
         return f"{path}: a section of keys is expected, such as {path}.{_keys(error['loc'])[0]}{got}"
     message = error["msg"].removeprefix("Value error, ")

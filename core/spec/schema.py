@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import (
     AfterValidator,
@@ -68,6 +70,17 @@ _OffIsAWord = BeforeValidator(lambda value: "off" if value is False else value)
 
 def _absolute(path: str) -> str:
     return str(Path(path).expanduser().absolute())
+
+
+def _is_redis_url(url: str) -> bool:
+    """Return whether the parts of a Redis URL are where its client looks for them."""
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError:
+        return False
+    has_place = bool(parts.path) if parts.scheme == "unix" else re.fullmatch("(/[0-9]*/?)?", parts.path) is not None
+    return has_place and not parts.fragment and not any(map(str.isspace, url))
 
 
 def _whole_path(source: str) -> str:
@@ -550,9 +563,16 @@ class Spec(_Section):
     @field_validator("index")
     @classmethod
     def _index_is_embedded_or_redis(cls, value: str) -> str:
-        if value == "embedded" or value.startswith(("redis://", "rediss://", "unix://")):
+        if value == "embedded":
             return value
-        raise ValueError("must be 'embedded' or a redis://, rediss:// or unix:// URL")
+        if not value.startswith(("redis://", "rediss://", "unix://")):
+            raise ValueError("must be 'embedded' or a redis://, rediss:// or unix:// URL")
+        if not _is_redis_url(value):
+            raise ValueError(
+                "must have the form redis://USER:PASSWORD@HOST:PORT/DB, with a number as DB; percent-encode special "
+                "characters of a password, such as %23 for #"
+            )
+        return value
 
     @model_validator(mode="after")
     def _sections_fit(self) -> Spec:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.model.weight_formats import INSTEAD
+from core.model.weight_formats import INSTEAD, as_block
 from core.types.errors import SpecError
 from engine.weights.checkpoint import FLOATS
 from engine.weights.quantized_weight import AWQ_ORDER, E2M1_LEVELS, fast_codes, fast_zeros, marlin_codes, marlin_scales
@@ -229,7 +229,7 @@ def _size(scheme: Mapping[str, Any]) -> tuple[int, int] | None:
     if scheme.get("quant_algo") == "MXFP8":
         return (1, 32)
     group, strategy = scheme.get("group_size"), scheme.get("strategy") or scheme.get("weight_scale_method")
-    block = scheme.get("weight_block_size") or scheme.get("block_structure") or group
+    block = scheme.get("weight_block_size") or as_block(scheme.get("block_structure")) or group
     if block and isinstance(block, list):
         return (block[0], block[1])
     if type(group) is int and group > 0:

@@ -16,6 +16,7 @@ from jinja2.exceptions import SecurityError
 
 from core.types.errors import ClusterError, RequestError, SpecError
 from frontend.chat.call_shape import CallShape
+from frontend.chat.content_parts import ContentParts
 from frontend.chat.history import ALTERNATING, INSTRUCTIONS, History, Message
 from frontend.chat.template_files import DEFAULT, WITH_TOOLS
 from frontend.chat.template_sandbox import MAX_TEXT_CHARS, environment
@@ -27,7 +28,7 @@ MAX_TEMPLATE_CHARS = 256 * 1024  # the longest in use are about 20 KiB
 _ROLES = frozenset(("system", "developer", "user", "assistant", "tool"))
 _DEVELOPER = "developer"  # OpenAI's newer name of system
 _PROBE = "PROBE-5e0c-"
-_SHORT: list[Message] = [{"role": "user", "content": "a"}]
+_SHORT: list[Message] = [{"role": "user", "content": _PROBE}]
 _TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
 _SWITCHES = ("enable_thinking", "thinking", "reasoning")  # boolean template variables of model families
 EFFORT = "reasoning_effort"  # a template variable as well
@@ -55,6 +56,7 @@ class ChatTemplate:
         self.unasked: str | None = None  # the same rendering without any effort
         self._needs_all_fields = False  # of each tool
         self._no_tools: list[Any] | None = None  # what the template takes for no tools: None or []
+        self._parts = ContentParts()
         self._calls = CallShape()
         self._history = History()
         if default is None:
@@ -75,6 +77,9 @@ class ChatTemplate:
         self.variables = frozenset(meta.find_undeclared_variables(environment().parse(source)))
         self.knows_tools = "tools" in self.variables or (self._with_tools is not None and self._with_tools.knows_tools)
         self.unasked = self._try(_SHORT)
+        if _PROBE not in (self.unasked or ""):
+            self._parts = ContentParts.of(self._try)
+            self.unasked = self._try(_SHORT) if self._parts.are_read else self.unasked
         if self.unasked is None and "tools" in self.variables:
             # Some templates, such as Hermes 3's for tools, loop over the tools even if there are none.
             self.unasked = self._try(_SHORT, tools=[])
@@ -217,7 +222,7 @@ class ChatTemplate:
         assert self._template is not None
         parts: list[str] = []
         size = 0
-        for part in self._template.generate(context):
+        for part in self._template.generate({**context, "messages": self._parts.convert(context["messages"])}):
             parts.append(part)
             size += len(part)
             if size > MAX_TEXT_CHARS:

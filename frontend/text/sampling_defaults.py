@@ -22,6 +22,7 @@ _NOT_APPLIED: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "no_repeat_ngram_size", "min_length", "min_new_tokens"), (0,)),
     **dict.fromkeys(("penalty_alpha", "top_h"), (0,)),
     **dict.fromkeys(("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias"), ([], {})),
+    "stop_strings": ([],),
     **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty"), ()),
     "num_beams": (1,),
 }

@@ -104,7 +104,10 @@ class Tokenizer:
         """Return the ids that end a sequence: the tokenizer's, and generation_config.json's, else config.json's."""
         listed = read_object(generation_dir / "generation_config.json", missing_ok=True).get("eos_token_id")
         if listed is None:
-            listed = read_object(model_dir / "config.json", missing_ok=True).get("eos_token_id")
+            config = read_object(model_dir / "config.json", missing_ok=True)
+            text = config.get("text_config")
+            text = text if isinstance(text, dict) else {}
+            listed = config.get("eos_token_id", text.get("eos_token_id"))
         return frozenset(token_ids(listed)) | frozenset(self._ids_of("eos_token"))
 
 

@@ -18,7 +18,7 @@ from core.types.errors import SpecError
 from engine.config import EngineConfig
 from engine.runner.runner import ModelRunner
 from engine.weights.open_checkpoint import open_checkpoint
-from tests.engine.quantized_files import fp8_channels, int8_channels, write_quantised
+from tests.engine.quantized_files import fp8_blocks, fp8_channels, int8_channels, write_quantised
 from tests.engine.steps import prompts, step
 from tests.engine.tiny_models import NEMOTRON_H, random_model, reference_logits, tiny_config
 
@@ -122,6 +122,34 @@ def test_quantized_head_that_the_flag_denies(tmp_path: Path) -> None:
     model = random_model(tiny_config("llama", **SHAPE, tie_word_embeddings=False))
     write_quantised(tmp_path, model, "awq")
     edit(tmp_path, lambda tensors: None, tie_word_embeddings=True)
+    check_equal(tmp_path, model)
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [
+        ("int8 channels", "compressed_tensors"),
+        ("gptq", "GPTQ"),
+        ("awq", "AWQ"),
+        ("gptq_v2", "intel/auto-round"),
+        ("gptq", "quantize_config.json"),
+        ("awq", "quant_config.json"),
+    ],
+)
+def test_older_names_and_places_of_the_quantization(kind: str, method: str, tmp_path: Path) -> None:
+    """vLLM reads these as well. AutoGPTQ and AutoAWQ wrote their settings into files of their own at first."""
+    model = random_model(tiny_config("llama", **SHAPE))
+    write_quantised(tmp_path, model, kind)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    if method.endswith(".json"):
+        own = raw.pop("quantization_config")
+        del own["quant_method"]
+        if kind == "awq":
+            own = {"zero_point": True, "q_group_size": own["group_size"], "w_bit": 4, "version": "GEMM"}
+        (tmp_path / method).write_text(json.dumps(own))
+    else:
+        raw["quantization_config"]["quant_method"] = method
+    (tmp_path / "config.json").write_text(json.dumps(raw))
     check_equal(tmp_path, model)
 
 
@@ -262,6 +290,16 @@ def test_byte_scales_are_exponents(description: dict[str, Any], tmp_path: Path) 
     if description["quant_method"] == "fp8":
         parts["weight_scale"] = parts["weight_scale"].view(torch.float8_e8m0fnu)
     assert torch.equal(matrix(tmp_path, parts, **description), numbers)
+
+
+@pytest.mark.parametrize("block", ["32x16", [32, 16]])
+def test_blocks_as_text(block: Any, tmp_path: Path) -> None:
+    """Early files of compressed-tensors write block_structure as a text."""
+    parts, numbers = fp8_blocks(W)
+    weights = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": block}
+    parts["weight_scale"] = parts.pop("weight_scale_inv")
+    found = matrix(tmp_path, parts, quant_method="compressed-tensors", config_groups={"g": {"weights": weights}})
+    torch.testing.assert_close(found, numbers)
 
 
 def test_asymmetric_int8_uses_its_zero_points(tmp_path: Path) -> None:

@@ -58,6 +58,27 @@ async def test_template_for_tools_renders_chats_with_tools(serve: Serve, place: 
             assert served.prompt == prompt
 
 
+_PARTS_ONLY = (
+    "{% for message in messages %}[{{ message.role }}]{% for part in message.content if part.type == 'text' %}"
+    "{{ part.text }}{% endfor %}{% endfor %}"
+)
+_PARTS_OF_USERS = (
+    "{% for message in messages %}[{{ message.role }}]"
+    "{{ message.content[0]['text'] if message.role == 'user' else message.content }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("template", [_PARTS_ONLY, _PARTS_OF_USERS], ids=["all", "users"])
+async def test_template_that_reads_parts_only_gets_the_texts(serve: Serve, template: str) -> None:
+    """vllm-project/vllm#9358, google-ai-edge/LiteRT-LM#3688: the prompt had none of the conversation's text."""
+    said = [{"role": "system", "content": "S"}, *HI, {"role": "assistant", "content": "A"}, *HI]
+    async with serve(chat_template=template) as served:
+        await served.chat(messages=said, max_tokens=1)
+        assert served.prompt == "[system]S[user]hi[assistant]A[user]hi"
+        await served.chat(messages=said[:3], max_tokens=1, add_generation_prompt=False, continue_final_message=True)
+        assert served.prompt == "[system]S[user]hi[assistant]A"
+
+
 async def test_strict_template_gets_one_system_message(serve: Serve) -> None:
     """vllm-project/vllm#43590, BerriAI/litellm#39282, ggml-org/llama.cpp#20079, Blaizzy/mlx-vlm#1716"""
     said = [*HI, {"role": "developer", "content": "B"}, {"role": "user", "content": "more"}]

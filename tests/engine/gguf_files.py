@@ -21,6 +21,7 @@ Named = Iterator[tuple[str, np.ndarray]]
 ARCHITECTURES = {
     "llama": "llama",
     "mistral": "llama",
+    "mixtral": "llama",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
     "gemma2": "gemma2",
@@ -43,11 +44,13 @@ def write_model(
     metadata: Mapping[str, Any] | None = None,
     extra: Mapping[str, np.ndarray] | None = None,
     is_absorbed: bool = True,
+    splits_experts: bool = False,
 ) -> None:
     """Write a model, and round the model itself to the stored numbers.
 
     quantized: type of the matrices. metadata: keys that replace the converter's. is_absorbed: keys and values of
-    latents are separate tensors, as in files since 2025.
+    latents are separate tensors, as in files since 2025. splits_experts: each expert has its own tensors, as in files
+    before April 2024.
     """
     config, architecture = model.config, ARCHITECTURES[model.config.model_type]
     writer = _Writer(path, architecture, dict(metadata or {}))
@@ -67,7 +70,11 @@ def write_model(
         stored = _stored(rows if rows.ndim < 4 else rows.reshape(-1, rows.shape[-1]), kind)
         stored_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert stored_name is not None, name
-        writer.add_tensor(stored_name, stored, raw_dtype=kind)
+        stem, is_stacked, suffix = stored_name.partition("_exps.")
+        for expert, part in enumerate(stored if is_stacked and splits_experts else ()):
+            writer.add_tensor(f"{stem}.{expert}.{suffix}", part, raw_dtype=kind)
+        if not (is_stacked and splits_experts):
+            writer.add_tensor(stored_name, stored, raw_dtype=kind)
         if kind != GGMLQuantizationType.F32:
             # `values` is a view of the parameter.
             values[...] = gguf.quants.dequantize(stored, kind).reshape(values.shape)
@@ -184,6 +191,8 @@ def _dense(writer: GGUFWriter, config: Any) -> None:
     _common(writer, config, head_dim=config.head_dim)
     if window := getattr(config, "sliding_window", None):
         writer.add_sliding_window(window)
+    if config.model_type == "mixtral":
+        writer.add_expert_count(config.num_local_experts)
 
 
 def _gemma2(writer: GGUFWriter, config: Any) -> None:

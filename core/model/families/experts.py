@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from core.model.families.family import (
     FULL,
     SLIDING,
@@ -23,9 +25,9 @@ from core.model.settings import Settings
 from core.model.shape import Activation, ExpertsConfig, QueryScaling
 
 _CHUNKED = "chunked_attention"
+# Without rope_theta, which is a setting beside it.
 _GPT_OSS_ROPE = {
     "rope_type": "yarn",
-    "rope_theta": 150000.0,
     "factor": 32.0,
     "truncate": False,
     "original_max_position_embeddings": 4096,
@@ -112,7 +114,10 @@ def _llama4(settings: Settings) -> Fields:
     listed = settings.indices("moe_layers")
     sparse = range(step - 1, num_layers, step) if listed is None else listed
     tunes, chunk = settings.switch("attn_temperature_tuning", True), settings.count("attention_chunk_size", 8192)
-    fields["qk_norm"] = "plain" if settings.switch("use_qk_norm", True) else None
+    if settings.switch("use_qk_norm", True):
+        # The norm follows the rotation, so a factor of rotated features has no effect.
+        ropes = tuple(replace(rope, attention_factor=1.0) for rope in fields["ropes"])
+        fields |= {"qk_norm": "plain", "ropes": ropes}
     fields["query_scaling"] = QueryScaling(
         scale=settings.real("attn_scale", 0.1), interval=settings.count("floor_scale", 8192), offset=1
     )

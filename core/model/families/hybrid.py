@@ -50,6 +50,7 @@ def _granite_moe(settings: Settings) -> Fields:
 def _granite_hybrid(settings: Settings) -> Fields:
     """Read Granite 4: Mamba-2 instead of attention in most layers; a dense MLP, or experts and a shared expert."""
     shared = settings.count("shared_intermediate_size")
+    settings.choice("hidden_act", ("silu", "swish"), "silu")  # of the recurrence, too
     has_experts = settings.count("num_local_experts", least=0) > 0
     # Without experts, the shared one is the MLP.
     fields = granite(settings if has_experts else settings.replaced(intermediate_size=shared))
@@ -144,7 +145,9 @@ def _lfm2(settings: Settings) -> Fields:
         size = int(settings.real("block_ffn_dim_multiplier", 1.0) * (2 * size // 3))
         size = -(-size // multiple) * multiple
     tied = settings.switch("tie_embedding", settings.switch("tie_word_embeddings", True))
-    settings = settings.replaced(intermediate_size=size, rms_norm_eps=norm_eps, tie_word_embeddings=tied)
+    settings = settings.replaced(
+        intermediate_size=size, rms_norm_eps=norm_eps, tie_word_embeddings=tied, hidden_act="silu"
+    )
     fields = with_rope(settings, common(settings)) | {"qk_norm": "head"}
     num_layers, full = fields["num_layers"], settings.indices("full_attn_idxs")
     kinds = layer_kinds(
@@ -170,6 +173,7 @@ def _qwen3_5_moe(settings: Settings) -> Fields:
 
 def _qwen3_5(settings: Settings, *, is_fused: bool = False) -> Fields:
     """Read Gated DeltaNet in most layers, gated attention in the others. is_fused: see DeltaNetShape."""
+    settings.choice("hidden_act", ("silu", "swish"), "silu")  # of the recurrence, too
     fields = with_rope(settings, common(settings), can_be_partial=True)
     key = "mtp_num_hidden_layers" if "mtp_num_hidden_layers" in settings else "num_nextn_predict_layers"
     fields |= {"num_further_layers": settings.count(key, 0, least=0)}

@@ -42,6 +42,8 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "GptOssForCausalLM": _LOCAL,
     "MiniMaxM2ForCausalLM": _LOCAL,
     "Llama4ForCausalLM": {"num_local_experts": 6},
+    "GraniteMoeHybridForCausalLM": _LOCAL | {"layer_types": ["mamba", "attention"] * 2, "mamba_n_heads": 4},
+    "Qwen3NextForCausalLM": {},
     "NemotronHForCausalLM": {"hybrid_override_pattern": "M-*E", "n_routed_experts": 8},
 }
 _LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
@@ -108,6 +110,8 @@ def test_a_family_reads_these_settings(architecture: str) -> None:
         ("NemotronH", {"time_step_limit": [0.1, "1"]}, "time_step_limit is [0.1, '1'], and must be two numbers from 0"),
         ("NemotronH", {"mlp_hidden_act": "silu"}, "mlp_hidden_act silu is not supported; supported: relu2"),
         ("NemotronH", {"mlp_bias": True}, "mlp_bias true is not supported beside experts"),
+        ("Qwen3Next", {"hidden_act": "gelu"}, "hidden_act gelu is not supported; supported: silu, swish"),
+        ("GraniteMoeHybrid", {"hidden_act": "gelu"}, "hidden_act gelu is not supported; supported: silu, swish"),
         ("NemotronH", {"n_groups": 3}, "mamba_num_heads 128 is not a multiple of n_groups 3"),
         ("Phi3", {"rope_scaling": _LONGROPE | {"long_factor": [10**400] * 8}}, "rope_scaling.long_factor must be"),
     ],

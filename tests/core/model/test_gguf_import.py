@@ -63,6 +63,7 @@ def test_sampling_defaults_of_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
+        {"general.type": "adapter"},
         {"llama.attention.head_count": 0},
         {"llama.attention.head_count": -1},
         {"llama.attention.head_count": "many"},
@@ -93,6 +94,14 @@ def test_invalid_metadata_is_one_line(tmp_path: Path, wrong: dict[str, Any]) -> 
     with pytest.raises(SpecError, match=r"wrong\.gguf") as caught:
         import_gguf(path, tmp_path)
     assert "\n" not in str(caught.value)
+
+
+def test_big_endian_file_is_named(tmp_path: Path) -> None:
+    path = _write(tmp_path / "m.gguf", _SOUND, _EMBEDDING)
+    content = path.read_bytes()
+    path.write_bytes(content[:4] + content[4:8][::-1] + content[8:])
+    with pytest.raises(SpecError, match="its numbers are big-endian; convert it with gguf-convert-endian"):
+        import_gguf(path, tmp_path)
 
 
 def test_tensor_without_dimensions_is_rejected(tmp_path: Path) -> None:

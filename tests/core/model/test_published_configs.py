@@ -87,6 +87,10 @@ _FLAT: dict[str, tuple[str, dict[str, Any]]] = {
         | {"rope_theta": 150000, "rope_scaling": _YARN | {"factor": 32.0, "truncate": False, "rope_type": "yarn"}},
     ),
     "gpt oss, defaults": ("GptOssForCausalLM", _SIZES | _LOCAL | {"model_type": "gpt_oss"}),
+    "gpt oss, rope_theta alone": (
+        "GptOssForCausalLM",
+        _SIZES | _LOCAL | {"model_type": "gpt_oss", "rope_theta": 10000.0},
+    ),
     "gemma 2, nulls": (
         "Gemma2ForCausalLM",
         _SIZES

@@ -212,6 +212,15 @@ def test_incomplete_directories(spoil: object, complaint: str, model_dir: Path) 
     assert complaint in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_lora_adapter_is_named(model_dir: Path) -> None:
+    adapter = {"peft_type": "LORA", "base_model_name_or_path": "org/base"}
+    (model_dir / "adapter_config.json").write_text(json.dumps(adapter))
+    assert "LoRA adapter beside the model is not applied" in weight_files(model_dir).note
+    (model_dir / "config.json").unlink()
+    with pytest.raises(SpecError, match=r"is a LoRA adapter of org/base; merge it into the model: AutoPeft"):
+        resolve(str(model_dir))
+
+
 def test_broken_gguf_files(model_file: Path, tmp_path: Path, cache: Path) -> None:
     content = model_file.read_bytes()
     broken = tmp_path / "broken.gguf"

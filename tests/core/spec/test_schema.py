@@ -80,6 +80,51 @@ def test_inconsistent_spec_is_one_line(tree: dict[str, Any], expected: str) -> N
     assert expected in message and "\n" not in message and "(got {" not in message
 
 
+_SECRET = "s3cret"
+_REDIS = f"redis://:{_SECRET}"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *(f"valkey://:{_SECRET}@h", f"{_REDIS}#1@h:6379", f"{_REDIS}@h:6379/main", f"{_REDIS}@h:99999"),
+        *(f"{_REDIS}@[::1/0", f"{_REDIS}@h:6379 ", "unix://"),
+    ],
+)
+def test_index_url_that_a_client_would_misread_is_rejected_without_its_password(url: str) -> None:
+    """redis-py takes another host or database for some of them, and fails late for others."""
+    with pytest.raises(SpecError, match=r"^spec: index: must ") as rejected:
+        parse_spec({"index": url})
+    assert _SECRET not in str(rejected.value)
+
+
+@pytest.mark.parametrize(
+    "url", ["redis://h", "redis://h:1/2/", "rediss://a:p%23@h:1", "redis://[::1]:1/0", "unix:///run/r.sock?db=1"]
+)
+def test_index_urls(url: str) -> None:
+    assert parse_spec({"index": url}).index == url
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("decode: {replicas: 2}\nprefill: {replicas: 1}\ndecode: {tensor_parallel: 2}\n", "decode"),
+        ("decode: {replicas: 2, replicas: 3}\n", "replicas"),
+    ],
+)
+def test_key_written_twice_is_rejected(text: str, key: str, tmp_path: Path) -> None:
+    (tmp_path / "spec.yaml").write_text(text)
+    with pytest.raises(SpecError, match=f"{key} is written twice"):
+        load_spec(str(tmp_path / "spec.yaml"))
+
+
+def test_merged_keys_may_be_overridden(tmp_path: Path) -> None:
+    text = "decode: &pool {replicas: 2, max_waiting: 9}\nprefill:\n  <<: *pool\n  replicas: 3\n"
+    (tmp_path / "spec.yaml").write_text(text)
+    spec = load_spec(str(tmp_path / "spec.yaml"))
+    assert (spec.topology, spec.prefill.max_waiting) == ("3P2D", 9)
+
+
 def test_settings_beside_the_wrong_ones_are_accepted() -> None:
     for running in (512, 600, 16):
         assert parse_spec({"decode": {"max_running": running, "max_batch_tokens": running + 1}})

@@ -70,6 +70,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2, tied": ("qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", {"head_dim": 32}),
     "mistral, sliding window": ("mistral", {"sliding_window": 9}),
+    "mixtral": ("mixtral", {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 9}),
     "gemma2": ("gemma2", GEMMA | {"attn_logit_softcapping": 3.0}),
     "gemma3": ("gemma3", GEMMA | {"num_hidden_layers": 7, "final_logit_softcapping": None}),
     "gemma3, scaled": (
@@ -108,6 +109,7 @@ CASES["qwen3_moe, wide"] = ("qwen3_moe", EXPERTS | WIDE)
 QUANTIZED = [
     *(("llama", kind) for kind in ("F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")),
     *(("qwen2", "Q8_0"), ("qwen2, tied", "F16"), ("qwen3", "Q8_0"), ("mistral, sliding window", "Q8_0")),
+    ("mixtral", "Q4_0"),
     *(("qwen3_moe, wide", "Q4_K"), ("gemma2", "Q8_0"), ("gemma3", "Q4_0"), ("phi3", "Q8_0"), ("qwen3_moe", "Q4_0")),
     *(("gpt_oss", "MXFP4"), ("glm4_moe", "F16"), ("deepseek_v3", "Q8_0")),
 ]
@@ -129,6 +131,10 @@ def check(
     assert runner.config.eos_token_ids == (130,)
     logits = step(runner, [tokens], [(0, 0, 60)])
     torch.testing.assert_close(logits[0], reference_logits(model, tokens)[-1], atol=2e-4, rtol=1e-4)
+
+
+def test_early_mixtral_has_a_tensor_for_each_expert(make_runner: MakeRunner, tmp_path: Path) -> None:
+    check("mixtral", make_runner, tmp_path, splits_experts=True)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -71,8 +71,10 @@ def test_invalid_defaults_name_the_fix(wrong: dict[str, Any], tmp_path: Path) ->
 
 
 def test_fields_without_effect_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    sampling_defaults(write(tmp_path, no_repeat_ngram_size=3, num_beams=1, suppress_tokens=[7]), "auto")
-    assert "not applied: no_repeat_ngram_size, suppress_tokens" in caplog.text
+    sampling_defaults(
+        write(tmp_path, no_repeat_ngram_size=3, num_beams=1, suppress_tokens=[7], stop_strings=["x"]), "auto"
+    )
+    assert "not applied: no_repeat_ngram_size, suppress_tokens, stop_strings" in caplog.text
 
 
 def test_end_tokens_are_those_of_the_chosen_directory(byte_level_dir: Path, tmp_path: Path) -> None:

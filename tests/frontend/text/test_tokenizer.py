@@ -73,6 +73,19 @@ def test_special_tokens(byte_level: Tokenizer, byte_fallback: Tokenizer) -> None
     assert byte_level.decode([start, end], skip_special_tokens=False) == "<|im_start|><|im_end|>"
 
 
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_config_names_the_ends_without_a_generation_config(is_nested: bool, tmp_path: Path) -> None:
+    """Models that read images keep the settings of their text model apart."""
+    make_byte_level(tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    ends = {"eos_token_id": [0]}
+    write_json(tmp_path / "config.json", {"text_config": ends} if is_nested else ends)
+    assert {Tokenizer(tmp_path).token_text(i) for i in Tokenizer(tmp_path).eos_token_ids} == {
+        "<|im_end|>",
+        "<|endoftext|>",
+    }
+
+
 def test_bos_is_added_where_the_model_wants_it(byte_level: Tokenizer, byte_fallback: Tokenizer, tmp_path: Path) -> None:
     bos = byte_fallback.encode("", add_special_tokens=True)
     assert [byte_fallback.token_text(i) for i in bos] == ["<s>"]

@@ -1,0 +1,53 @@
+"""Form of messages' content for one chat template: a text, or a list of parts.
+
+Templates of multimodal models, and of a few text models such as Llama Guard 3 1B, read parts only and drop a text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_PROBE = "PROBE-5e0c-"
+_BEFORE_USER = ("system", "developer")
+
+
+@dataclass(frozen=True)
+class ContentParts:
+    """Choice of the form. text_roles: roles whose content stays a text, in a template that reads parts."""
+
+    are_read: bool = False
+    text_roles: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, render: Callable[[Sequence[Mapping[str, Any]]], str | None]) -> ContentParts:
+        """Probe a template that does not render the text of a user. Parts are for one that renders those of a user.
+
+        render: returns None if the template rejects the messages.
+        """
+
+        def shows(role: str, content: object) -> bool:
+            message: dict[str, object] = {"role": role, "content": content}
+            user: dict[str, object] = {"role": "user", "content": _parts("a")}
+            messages = [message] if role == "user" else [message, user] if role in _BEFORE_USER else [user, message]
+            return _PROBE in (render(messages) or "")
+
+        if not shows("user", _parts(_PROBE)):
+            return cls()
+        others = (*_BEFORE_USER, "assistant", "tool")
+        return cls(True, frozenset(role for role in others if shows(role, _PROBE)))
+
+    def convert(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """Return the messages with their texts in the form that the template reads."""
+        return [self._converted(message) for message in messages] if self.are_read else messages
+
+    def _converted(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        content = message["content"]
+        if not isinstance(content, str) or message["role"] in self.text_roles:
+            return message
+        return {**message, "content": _parts(content)}
+
+
+def _parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
