@@ -17,7 +17,7 @@ from frontend.chat.chat import Chat
 from frontend.http.request_contexts import GenerationBody
 from frontend.openai.constraints import forced_grammar
 from frontend.openai.fields import Ignored, Integer, OpenAIObject, Unsupported
-from frontend.openai.messages import ChatSettings, ThinkingGiven, ToolGiven
+from frontend.openai.messages import ChatSettings, FunctionAsTool, ThinkingGiven, ToolGiven
 from frontend.text.completion_request import MAX_STOP_CHARS, MAX_STOPS, MAX_USER_CHARS, CompletionRequest
 
 
@@ -73,7 +73,7 @@ class ConversationBody(GenerationBody):
             continue_final_message=bool(messages) and messages[-1].role == "assistant",
             reasoning_effort=self.output_config.effort if self.output_config else None,
             thinking=self.thinking,
-            tools=self._tools,
+            tools=[ToolGiven(function=function) for function in self._functions],
         )
         chat = settings.chat(
             messages,
@@ -84,8 +84,8 @@ class ConversationBody(GenerationBody):
         return replace(chat, effort_field="output_config.effort")
 
     @property
-    def _tools(self) -> list[ToolGiven]:
-        return [tool.given() for tool in self.tools or () if not tool.skipped]
+    def _functions(self) -> list[FunctionAsTool]:
+        return [tool.function() for tool in self.tools or () if not tool.skipped]
 
     @property
     def is_parallel(self) -> bool:
@@ -150,11 +150,10 @@ class MessagesBody(ConversationBody):
             fields["stop"] = tuple(self.stop_sequences)
         if self.metadata and self.metadata.user_id:
             fields["user"] = self.metadata.user_id
-        if self.thinking and self.thinking.thinks and self.thinking.budget_tokens is not None:
-            fields["thinking_token_budget"] = self.thinking.budget_tokens
-            fields["thinking_field"] = "thinking.budget_tokens"
+        if self.thinking:
+            fields |= self.thinking.budget_fields
         if chat.forced is not None:
-            fields["grammar"] = forced_grammar(chat.forced, self._tools, is_parallel=self.is_parallel)
+            fields["grammar"] = forced_grammar(chat.forced, self._functions, is_parallel=self.is_parallel)
             fields["grammar_field"] = "tools"
         elif format is not None:
             fields["grammar"] = Grammar(kind=GrammarKind.JSON_SCHEMA, text=json.dumps(format[1].schema_))

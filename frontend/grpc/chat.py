@@ -11,7 +11,7 @@ from core.types.request import Grammar
 from frontend.chat.call_shape import object_of
 from frontend.chat.chat import Chat, opens_answer
 from frontend.openai.constraints import forced_grammar
-from frontend.openai.messages import FUNCTION_NAME, FunctionAsTool, ToolGiven
+from frontend.openai.messages import FUNCTION_NAME, FunctionAsTool
 from frontend.text.events import Delta
 
 _TOOL_NAME = re.compile(FUNCTION_NAME)
@@ -40,11 +40,11 @@ def forced_grammar_of(chat: pb.Chat, made: Chat) -> Grammar | None:
     """Return the grammar of an answer that must be calls, or None. made: `chat`, converted. Raises RequestError."""
     if made.forced is None:
         return None
-    tools = [
-        ToolGiven(type="function", function=FunctionAsTool(**converted["function"], strict=tool.strict))
+    functions = [
+        FunctionAsTool(**converted["function"], strict=tool.strict)
         for tool, converted in zip(chat.tools, made.tools, strict=True)
     ]
-    return forced_grammar(made.forced, tools, is_parallel=made.is_parallel)
+    return forced_grammar(made.forced, functions, is_parallel=made.is_parallel)
 
 
 def tool_calls_of(delta: Delta) -> list[pb.ToolCallDelta]:
