@@ -13,11 +13,10 @@ from core.types.request import FinishReason
 from frontend.http.event_stream import DONE, JSON, data, to_json
 from frontend.openai.forms import Form, WholeChoice, ending
 from frontend.openai.prompt_logprobs import PromptScores, prompt_scores
+from frontend.openai.types import ChatBody, TextBody
 from frontend.text.answer_events import UnreadLimit
 from frontend.text.completion import Completion
 from frontend.text.events import Delta, Event, Finished, Summary, TokenUsage
-from frontend.text.text_threads import TextThreads
-from frontend.text.tokenizer import Tokenizer
 
 _MAX_RUNNING = 64  # choices of one response that run at a time
 _MAX_QUEUED = 64  # batches of events; backpressure from a slow client
@@ -98,20 +97,14 @@ class ChoiceChunks:
         return {"usage": usage}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class OpenAIAnswer:
     """Response to one HTTP request: one completion and one form per prompt. Choices are numbered across all prompts."""
 
     id: str
-    model: str
+    body: TextBody | ChatBody
     completions: Sequence[Completion]
     forms: Sequence[Form]
-    include_usage: bool  # in the stream; a whole response always has usage
-    has_running_usage: bool  # in each chunk
-    return_token_ids: bool
-    num_prompt_logprobs: int | None  # most likely tokens in `prompt_logprobs`; None: not requested
-    tokenizer: Tokenizer
-    threads: TextThreads
     created: int = field(default_factory=lambda: int(time.time()))
 
     async def whole(self) -> JSON:
@@ -123,7 +116,7 @@ class OpenAIAnswer:
                 for event in events:
                     match event:
                         case Delta(choice=choice):
-                            choices[self._index(number, choice)].add(event, keep=self.return_token_ids)
+                            choices[self._index(number, choice)].add(event, keep=bool(self.body.return_token_ids))
                         case Finished(choice=choice):
                             choices[self._index(number, choice)].finished = event
                         case Summary():
@@ -138,7 +131,7 @@ class OpenAIAnswer:
         answer["usage"] = _usage(usage)
         if self.forms[0].is_prompt_shared and scores[0].listed is not None:
             answer["prompt_logprobs"] = scores[0].listed
-        if self.return_token_ids:
+        if self.body.return_token_ids:
             self._add_prompt_ids(answer, answer["choices"])
         return answer
 
@@ -163,7 +156,7 @@ class OpenAIAnswer:
                     written.append(choice.chunk(event))
                 if any(written):
                     yield b"".join(written)
-        if self.include_usage:
+        if self._includes_usage:
             yield data({**self._head(self.forms[0].chunk), "choices": [], "usage": _usage(usage)})
         yield DONE
 
@@ -171,43 +164,40 @@ class OpenAIAnswer:
         return number * self.completions[0].n + choice
 
     def _head(self, kind: str) -> JSON:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.completions[0].model_name}
+
+    @property
+    def _includes_usage(self) -> bool:
+        """True if the stream ends with the usage; a whole response always has it."""
+        return bool(self.body.stream_options and self.body.stream_options.include_usage)
 
     async def _scores(self, number: int) -> PromptScores:
         """Return the prompt's scores, once its completion has yielded events."""
-        form = self.forms[number]
-        return await prompt_scores(
-            self.completions[number],
-            self.tokenizer,
-            self.threads,
-            num_listed=self.num_prompt_logprobs,
-            num_echoed=form.num_echo_logprobs,
-            echo=form.echo,
-        )
+        return await prompt_scores(self.completions[number], self.forms[number], num_listed=self.body.prompt_logprobs)
 
     def _chunks_of(self, number: int, index: int, scores: PromptScores) -> ChoiceChunks:
-        form, prompt_ids = self.forms[number], self.completions[number].prompt_ids
+        form, prompt_ids, options = self.forms[number], self.completions[number].prompt_ids, self.body.stream_options
+        has_running_usage = self._includes_usage and options and options.continuous_usage_stats
         return ChoiceChunks(
             index,
             form,
             head=self._head(form.chunk),
-            is_usage_null=self.include_usage,
-            prompt_ids=prompt_ids if self.return_token_ids else None,
-            num_prompt_tokens=len(prompt_ids) if self.has_running_usage else None,
+            is_usage_null=self._includes_usage,
+            prompt_ids=prompt_ids if self.body.return_token_ids else None,
+            num_prompt_tokens=len(prompt_ids) if has_running_usage else None,
             echoed=scores.echoed,
         )
 
     def _whole_choice(self, choice: _Choice, scores: PromptScores) -> JSON:
         if not choice.form.has_answer:
-            finished = Finished(0, FinishReason.LENGTH)
-            choice = _Choice(choice.form, finished=finished)
+            choice = _Choice(choice.form, finished=Finished(0, FinishReason.LENGTH))
         assert choice.finished is not None
         written = choice.form.message(choice.whole)
         has_logprobs = bool(choice.deltas) and choice.deltas[0].has_logprobs
         written["logprobs"] = scores.before(choice.form.logprobs(choice.deltas) if has_logprobs else None)
         if scores.listed is not None and not choice.form.is_prompt_shared:
             written["prompt_logprobs"] = scores.listed
-        if self.return_token_ids:
+        if self.body.return_token_ids:
             written["token_ids"] = [token.token_id for delta in choice.deltas for token in delta.tokens]
         return written | ending(choice.finished)
 
@@ -228,7 +218,7 @@ class _Choice:
     finished: Finished | None = None
 
     def add(self, delta: Delta, *, keep: bool) -> None:
-        self.whole.add(delta)
+        delta.write(self.whole)
         if keep or delta.has_logprobs:
             self.deltas.append(delta)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
@@ -10,11 +11,11 @@ from starlette.responses import JSONResponse, Response
 from core.types.errors import RequestError
 from frontend.access.limits import RequestContext
 from frontend.http.event_stream import JSON, whole_answer
-from frontend.http.request_contexts import ID_CHARS, MAX_REPEATED, Endpoints, HttpRequestContexts, Opener, ParsedBody
+from frontend.http.request_contexts import ID_CHARS, MAX_REPEATED, Endpoints, HttpRequestContexts, Opener
 from frontend.openai.answer import OpenAIAnswer
 from frontend.openai.fields import also_ignored
 from frontend.openai.forms import ChatForm, Form, TextForm
-from frontend.openai.types import ChatBody, StreamOptions, TextBody
+from frontend.openai.types import ChatBody, TextBody
 from frontend.text.completion import Completion
 from frontend.text.completion_request import ModelCard
 from frontend.text.models import Models
@@ -35,8 +36,8 @@ class OpenAIApi:
     def endpoints(self) -> Endpoints:
         """Generation endpoints, by path."""
         return {
-            "/v1/completions": self._request_contexts.route(self._text),
-            "/v1/chat/completions": self._request_contexts.route(self._chat),
+            "/v1/completions": self._request_contexts.route(partial(self._answer, TextBody)),
+            "/v1/chat/completions": self._request_contexts.route(partial(self._answer, ChatBody)),
         }
 
     def add_to(self, app: FastAPI) -> None:
@@ -53,70 +54,45 @@ class OpenAIApi:
             return await self.models()
         return JSONResponse(_model(self._models.card(model_id), model_id))
 
-    async def _text(self, request: Request, request_context: RequestContext) -> Response:
-        parsed = await self._opener.read(TextBody, request)
+    async def _answer(
+        self, kind: type[TextBody] | type[ChatBody], request: Request, request_context: RequestContext
+    ) -> Response:
+        parsed = await self._opener.read(kind, request)
         opened = await self._opener.open(parsed, request, request_context)
         with self._request_contexts.audited(request):
-            forms = await self._text_forms(parsed.body, opened)
-        return await self._answer(request, parsed, opened, forms, headers=await request_context.charge(opened))
-
-    async def _chat(self, request: Request, request_context: RequestContext) -> Response:
-        parsed = await self._opener.read(ChatBody, request)
-        opened = await self._opener.open(parsed, request, request_context)
-        if parsed.body.stream:  # a whole response has the prompt only once
-            with self._request_contexts.audited(request):
-                _check_repeated(parsed.body, opened, 0)
-        forms = [ChatForm(opened[0].service.tokenizer, hides_thinking=parsed.body.hides_thinking)]
-        return await self._answer(request, parsed, opened, forms, headers=await request_context.charge(opened))
-
-    async def _text_forms(self, body: TextBody | ChatBody, opened: Sequence[Completion]) -> list[Form]:
-        forms, num_echoed, tokenizer = list[Form](), 0, opened[0].service.tokenizer
-        has_echo = isinstance(body, TextBody) and body.echo
-        num_echo_logprobs = body.logprobs if isinstance(body, TextBody) and body.echo else None
-        has_answer = not (isinstance(body, TextBody) and body.is_prompt_all)
-        for one in opened:
-            echo = await one.prompt_text() if has_echo else ""
-            num_echoed += len(echo) * one.n
-            _check_repeated(body, opened, num_echoed)
-            forms.append(TextForm(tokenizer, echo=echo, num_echo_logprobs=num_echo_logprobs, has_answer=has_answer))
-        return forms
-
-    async def _answer(
-        self,
-        request: Request,
-        parsed: ParsedBody[TextBody] | ParsedBody[ChatBody],
-        opened: list[Completion],
-        forms: Sequence[Form],
-        *,
-        headers: Mapping[str, str],
-    ) -> Response:
-        body, service = parsed.body, opened[0].service
-        streamed = body.stream_options or StreamOptions()
-        answer = OpenAIAnswer(
-            id=forms[0].id_prefix + request.state.request_id,
-            model=opened[0].model_name,
-            completions=opened,
-            forms=forms,
-            include_usage=bool(streamed.include_usage),
-            has_running_usage=bool(streamed.include_usage and streamed.continuous_usage_stats),
-            return_token_ids=bool(body.return_token_ids),
-            num_prompt_logprobs=body.prompt_logprobs,
-            tokenizer=service.tokenizer,
-            threads=service.threads,
-        )
-        headers = {**headers, **also_ignored(parsed.ignored, [name for one in opened for name in one.ignored])}
-        if body.stream:
+            forms = await _forms(parsed.body, opened)
+        ignored = also_ignored(parsed.ignored, [name for one in opened for name in one.ignored])
+        headers = {**await request_context.charge(opened), **ignored}
+        answer = OpenAIAnswer(forms[0].id_prefix + request.state.request_id, parsed.body, opened, forms)
+        if parsed.body.stream:
             return self._request_contexts.stream(request, answer.chunks(), headers)
         return await whole_answer(request.receive, answer.whole(), headers)
+
+
+async def _forms(body: TextBody | ChatBody, opened: Sequence[Completion]) -> list[Form]:
+    """Return the form of each completion. Raises RequestError if it would repeat too much of the prompts."""
+    tokenizer = opened[0].service.tokenizer
+    if isinstance(body, ChatBody):
+        if body.stream:  # a whole response has the prompt only once
+            _check_repeated(body, opened, 0)
+        return [ChatForm(tokenizer, hides_thinking=body.hides_thinking)]
+    forms, num_echoed = list[Form](), 0
+    num_echo_logprobs = body.logprobs if body.echo else None
+    for one in opened:
+        echo = await one.prompt_text() if body.echo else ""
+        num_echoed += len(echo) * one.n
+        _check_repeated(body, opened, num_echoed)
+        form = TextForm(tokenizer, echo=echo, num_echo_logprobs=num_echo_logprobs, has_answer=not body.is_prompt_all)
+        forms.append(form)
+    return forms
 
 
 def _check_repeated(body: TextBody | ChatBody, opened: Sequence[Completion], num_echoed: int) -> None:
     """Limit the prompt text and ids repeated for each choice. Raises RequestError."""
     num = num_echoed + (ID_CHARS * sum(one.n * len(one.prompt_ids) for one in opened) if body.return_token_ids else 0)
     if num > MAX_REPEATED:
-        param = "echo" if num_echoed else "return_token_ids"
-        text = f"{param}: prompts times n are too large to repeat in the response; omit it, or request fewer choices"
-        raise RequestError(text, param=param)
+        problem = "prompts times n are too large to repeat in the response; omit it, or request fewer choices"
+        raise RequestError.at("echo" if num_echoed else "return_token_ids", problem)
 
 
 def _model(model: ModelCard, name: str) -> JSON:

@@ -7,12 +7,12 @@ from typing import Any, Protocol
 
 from core.types.request import TokenLogprob
 from frontend.http.event_stream import JSON
-from frontend.openai.prompt_logprobs import finite
 from frontend.text.answer_reader import CallText
 from frontend.text.events import Delta, Finished
 from frontend.text.tokenizer import Tokenizer
 
 REASONING = ("reasoning_content", "reasoning")  # DeepSeek's name of thoughts, and the one of vLLM and OpenRouter
+LOWEST_LOGPROB = -9999.0  # JSON has no minus infinity; OpenAI uses this value
 
 
 class Form(Protocol):
@@ -56,12 +56,7 @@ class TextForm:
     is_prompt_shared = False
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        *,
-        echo: str = "",
-        num_echo_logprobs: int | None = None,
-        has_answer: bool = True,
+        self, tokenizer: Tokenizer, *, echo: str = "", num_echo_logprobs: int | None = None, has_answer: bool = True
     ) -> None:
         self.echo = echo
         self.num_echo_logprobs = num_echo_logprobs
@@ -78,7 +73,7 @@ class TextForm:
         return [{"text": delta.text}]
 
     def message(self, whole: WholeChoice) -> JSON:
-        return {"text": self.echo + whole.text}
+        return {"text": self.echo + whole.all_of("text")}
 
     def logprobs(self, deltas: Sequence[Delta]) -> JSON:
         text_of, tokens = self._tokenizer.token_text, _tokens(deltas)
@@ -126,11 +121,12 @@ class ChatForm:
         return [said, *({"delta": call} for call in calls[1:])]
 
     def message(self, whole: WholeChoice) -> JSON:
-        message: JSON = {"role": "assistant", "content": whole.text, "refusal": None}
-        if whole.thinking:
-            message |= dict.fromkeys(self._thinking_fields, whole.thinking)
-        if whole.calls:
-            message |= {"content": whole.text or None, "tool_calls": whole.calls}
+        text, thinking, calls = whole.all_of("text"), whole.all_of("thinking"), whole.calls
+        message: JSON = {"role": "assistant", "content": text, "refusal": None}
+        if thinking:
+            message |= dict.fromkeys(self._thinking_fields, thinking)
+        if calls:
+            message |= {"content": text or None, "tool_calls": calls}
         return {"message": message}
 
     def logprobs(self, deltas: Sequence[Delta]) -> JSON:
@@ -151,6 +147,10 @@ def ending(finished: Finished) -> JSON:
     return {"finish_reason": finished.word, "stop_reason": finished.stop}
 
 
+def finite(logprob: float) -> float:
+    return max(logprob, LOWEST_LOGPROB)
+
+
 def _tokens(deltas: Sequence[Delta]) -> list[tuple[int, TokenLogprob]]:
     """Return ids and logprobs of tokens that have one."""
     return [(token.token_id, token.logprob) for delta in deltas for token in delta.tokens if token.logprob is not None]
@@ -158,50 +158,52 @@ def _tokens(deltas: Sequence[Delta]) -> list[tuple[int, TokenLogprob]]:
 
 def chunk_of(call: CallText) -> dict[str, Any]:
     """Return the `tool_calls` entry of a part of a call."""
-    if call.id:
-        function = {"name": call.name, "arguments": call.arguments}
-        return {"index": call.number, "id": call.id, "type": "function", "function": function}
-    return {"index": call.number, "function": {"arguments": call.arguments}}
+    more = _call(call, call.arguments) if call.id else {"function": {"arguments": call.arguments}}
+    return {"index": call.number, **more}
 
 
 class WholeChoice:
-    """Accumulates the deltas of a choice. Text that turned out not to be a call is kept as text."""
+    """Whole answer in blocks, in order. Text that turned out not to be a call is kept as text."""
 
     def __init__(self) -> None:
-        self._texts: list[str] = []
-        self._thoughts: list[str] = []
-        self._calls: dict[int, CallText] = {}
-        self._arguments: dict[int, list[str]] = {}
+        # Kind of each block (thinking, text or call), pieces of its text, and the first part of a call.
+        self.blocks: list[tuple[str, list[str], CallText | None]] = []
 
-    def add(self, delta: Delta) -> None:
-        for call in delta.calls:
-            if call.broken is not None:
-                del self._calls[call.number]
-            else:
-                self._calls.setdefault(call.number, call)
-                self._arguments.setdefault(call.number, []).append(call.arguments)
-        self._thoughts.append(delta.thinking)
-        text = delta.text_with_broken(is_whole=True) if delta.calls else delta.text
-        if delta.num_thought is not None:
-            self._thoughts = ["".join([*self._texts, text[: delta.num_thought]]).strip()]
-            self._texts, text = [], text[delta.num_thought :]
-        self._texts.append(text)
+    def think(self, thinking: str) -> None:
+        self._pieces("thinking").append(thinking)
+
+    def text(self, text: str) -> None:
+        self._pieces("text").append(text)
+
+    def end_thinking(self) -> None:
+        thought = "".join(piece for _, pieces, _ in self.blocks for piece in pieces).strip()
+        self.blocks.clear()
+        if thought:
+            self.think(thought)
+
+    def call(self, call: CallText) -> None:
+        if call.broken is not None:
+            self.blocks.pop()  # the last block is this call's: CallBroken comes directly after its arguments
+            self.text(call.broken)
+        elif call.id:
+            self.blocks.append(("call", [call.arguments], call))
+        else:
+            self._pieces("call").append(call.arguments)
+
+    def all_of(self, kind: str) -> str:
+        """Return the concatenated text of all blocks of a kind."""
+        return "".join(piece for one, pieces, _ in self.blocks if one == kind for piece in pieces)
 
     @property
-    def text(self) -> str:
-        return "".join(self._texts)
+    def calls(self) -> list[JSON]:
+        """The calls, as entries of `tool_calls`."""
+        return [_call(call, "".join(pieces)) for _, pieces, call in self.blocks if call]
 
-    @property
-    def thinking(self) -> str:
-        return "".join(self._thoughts)
+    def _pieces(self, kind: str) -> list[str]:
+        if not self.blocks or self.blocks[-1][0] != kind:
+            self.blocks.append((kind, [], None))
+        return self.blocks[-1][1]
 
-    @property
-    def calls(self) -> list[dict[str, Any]]:
-        return [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": "".join(self._arguments[number])},
-            }
-            for number, call in self._calls.items()
-        ]
+
+def _call(call: CallText, arguments: str) -> JSON:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}

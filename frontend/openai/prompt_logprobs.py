@@ -10,18 +10,13 @@ from msgspec import Raw
 
 from core.types.prompt_logprobs import PromptLogprobs
 from frontend.http.event_stream import to_json
+from frontend.openai.forms import LOWEST_LOGPROB, Form, finite
 from frontend.text.choice_text import Detokenizer
 from frontend.text.completion import Completion
-from frontend.text.text_threads import TextThreads
 from frontend.text.tokenizer import Tokenizer
 
-_LOWEST_LOGPROB = -9999.0  # JSON has no minus infinity; OpenAI uses this value
 _MANY = 1024  # log-probabilities, some 3 ms of encoding; more go to another thread
 _Entry = tuple[int, float, int]  # token id, log-probability, rank
-
-
-def finite(logprob: float) -> float:
-    return max(logprob, _LOWEST_LOGPROB)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,33 +33,26 @@ class PromptScores:
         return {name: column + (logprobs[name] if logprobs else []) for name, column in self.echoed.items()}
 
 
-async def prompt_scores(
-    completion: Completion,
-    tokenizer: Tokenizer,
-    threads: TextThreads,
-    *,
-    num_listed: int | None,
-    num_echoed: int | None,
-    echo: str,
-) -> PromptScores:
-    """Return the prompt's scores, once its completion has yielded events. num_listed, num_echoed: most likely tokens
-    in either format; None: not requested. Encodes many scores on another thread. Raises CapacityError."""
+async def prompt_scores(completion: Completion, form: Form, *, num_listed: int | None) -> PromptScores:
+    """Return the prompt's scores, once its completion has yielded events. num_listed: most likely tokens in
+    `prompt_logprobs`; None: not requested. Encodes many scores on another thread. Raises CapacityError."""
     if (prompt_logprobs := completion.prompt_logprobs) is None:
         return PromptScores()
-    writer = _PromptWriter(tokenizer=tokenizer, prompt_ids=completion.prompt_ids, prompt_logprobs=prompt_logprobs)
+    service, num_echoed = completion.service, form.num_echo_logprobs
+    writer = _PromptWriter(service.tokenizer, completion.prompt_ids, prompt_logprobs)
 
     def write() -> PromptScores:
         return PromptScores(
             listed=None if num_listed is None else writer.listed(num_listed),
-            echoed=None if num_echoed is None else writer.echoed(num_echoed, echo=echo),
+            echoed=None if num_echoed is None else writer.echoed(num_echoed, echo=form.echo),
         )
 
     if completion.num_prompt_numbers < _MANY:
         return write()
-    return await threads.run(completion.request.key_id, write)
+    return await service.threads.run(completion.request.key_id, write)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _PromptWriter:
     """Encoder for one prompt. Each token's scores are encoded to JSON at once: as Python objects, all of them would
     take a hundred times the memory."""
@@ -101,12 +89,9 @@ class _PromptWriter:
                 yield [(next(tokens), logprob, rank), *zip(ids, values, range(1, len(ids) + 1), strict=True)]
 
     def _by_id(self, entries: list[_Entry]) -> dict[str, Any]:
+        text_of = self.tokenizer.token_text
         return {
-            str(token_id): {
-                "logprob": finite(value),
-                "rank": rank,
-                "decoded_token": self.tokenizer.token_text(token_id),
-            }
+            str(token_id): {"logprob": finite(value), "rank": rank, "decoded_token": text_of(token_id)}
             for token_id, value, rank in entries
         }
 
@@ -115,7 +100,7 @@ class _PromptWriter:
         logprobs: dict[str, float] = {}
         for token_id, value, _ in entries:
             text = self.tokenizer.token_text(token_id)
-            logprobs[text] = max(finite(value), logprobs.get(text, _LOWEST_LOGPROB))
+            logprobs[text] = max(finite(value), logprobs.get(text, LOWEST_LOGPROB))
         return logprobs
 
     def _offsets(self, echo: str) -> list[int]:

@@ -64,6 +64,10 @@ class Delta:
 
     def write(self, parts: AnswerParts) -> None:
         """Pass everything but tokens and logprobs to `parts`."""
+        if not self.has_more_than_text:
+            if self.text:
+                parts.text(self.text)
+            return
         for call in self.calls[: self.num_continued]:
             parts.call(call)
         if self.thinking:

@@ -18,7 +18,7 @@ from frontend.openai.forms import ChatForm, WholeChoice
 from frontend.parsers.call_reader import CallReader
 from frontend.parsers.formats import CALL_FORMATS, hermes
 from frontend.parsers.thinking import TAGS, THINK, Tags, ThinkingReader
-from frontend.responses.output import ResponseOutput
+from frontend.responses.answer import ResponseOutput
 from frontend.text.answer_reader import AnswerReader
 from frontend.text.choice_text import ChoiceText
 from frontend.text.completion_request import CompletionRequest

@@ -21,8 +21,7 @@ from frontend.http.event_stream import to_json
 from frontend.openai.forms import ChatForm, WholeChoice
 from frontend.parsers.formats import CALL_FORMATS
 from frontend.parsers.thinking import THINK
-from frontend.responses.events import ResponseEvents
-from frontend.responses.output import ResponseOutput
+from frontend.responses.answer import ResponseEvents, ResponseOutput
 from frontend.text.answer_reader import AnswerReader
 from frontend.text.choice_text import ChoiceText
 from frontend.text.completion_request import CompletionRequest
