@@ -10,7 +10,7 @@ import pytest
 
 from core.spec.schema import ToolParser
 from core.types.request import FinishReason, Grammar, GrammarKind, SampledToken
-from frontend.anthropic.content import WholeContent
+from frontend.anthropic.answer import content_of
 from frontend.chat.chat import Chat
 from frontend.chat.output_format import OutputFormat
 from frontend.http.event_stream import to_json
@@ -86,8 +86,9 @@ def _deltas(reader: AnswerReader, parts: Iterable[str], *, is_cut: bool = False)
 def _whole(deltas: Sequence[Delta]) -> tuple[str, str, list[tuple[str, str]]]:
     whole = WholeChoice()
     for delta in deltas:
-        whole.add(delta)
-    return whole.thinking, whole.text, [(one["function"]["name"], one["function"]["arguments"]) for one in whole.calls]
+        delta.write(whole)
+    calls = [(one["function"]["name"], one["function"]["arguments"]) for one in whole.calls]
+    return whole.all_of("thinking"), whole.all_of("text"), calls
 
 
 def _streamed(deltas: Sequence[Delta], tokenizer: Tokenizer) -> tuple[str, str, list[tuple[str, str]]]:
@@ -126,16 +127,17 @@ def test_parts_of_an_answer_keep_their_blocks(size: int) -> None:
     call = _CALL.replace("{}", '{"city": "Paris"}')
     raw = f"<think>r</think>a{call}<think>s</think>{call}<think>t</think>b"
     deltas = _deltas(_reader(""), [raw[at : at + size] for at in range(0, len(raw), size)])
-    blocks, output = WholeContent(hides_thinking=False), ResponseOutput("x", lambda _: [])
+    whole, output = WholeChoice(), ResponseOutput("x", lambda _: [])
     for delta in deltas:
-        delta.write(blocks)
+        delta.write(whole)
         output.add(delta)
     output.finish(Finished(0, FinishReason.STOP))
-    made = [(block["type"], json.loads(to_json(block.get("input")))) for block in blocks.content()]
+    content = list(content_of(whole))
+    made = [(block["type"], json.loads(to_json(block.get("input")))) for block in content]
     assert [of for kind, of in made if kind == "tool_use"] == [{"city": "Paris"}] * 2
     arguments = [item["arguments"] for item in output.items if item["type"] == "function_call"]
     assert [json.loads(of) for of in arguments] == [{"city": "Paris"}] * 2
-    assert "".join(block.get("thinking", "") for block in blocks.content()) == "rst"
+    assert "".join(block.get("thinking", "") for block in content) == "rst"
 
 
 def test_stream_of_unopened_thinking_loses_nothing_but_the_tag(byte_level: Tokenizer) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from core.rpc import inference_pb2 as pb
 from core.types.request import FinishReason, Grammar, GrammarKind, SampledToken
-from frontend.anthropic.content import StreamedContent, WholeContent
+from frontend.anthropic.answer import StreamedContent, content_of
 from frontend.chat.chat import Chat
 from frontend.chat.output_format import OutputFormat
 from frontend.grpc.messages import ResponseBytes
@@ -131,12 +131,17 @@ def _of_parts(parts: Sequence[tuple[str, str, str]]) -> Said:
 
 
 def _openai_whole(events: Sequence[Delta | Finished]) -> Said:
+    whole = _whole(events)
+    calls = [(one["function"]["name"], one["function"]["arguments"]) for one in whole.calls]
+    return whole.all_of("thinking"), whole.all_of("text"), calls
+
+
+def _whole(events: Sequence[Delta | Finished]) -> WholeChoice:
     whole = WholeChoice()
     for event in events:
         if isinstance(event, Delta):
-            whole.add(event)
-    calls = [(one["function"]["name"], one["function"]["arguments"]) for one in whole.calls]
-    return whole.thinking, whole.text, calls
+            event.write(whole)
+    return whole
 
 
 def _openai_stream(events: Sequence[Delta | Finished], tokenizer: Tokenizer) -> Said:
@@ -166,11 +171,7 @@ def _grpc_stream(events: Sequence[Delta | Finished], tokenizer: Tokenizer) -> Sa
 
 
 def _anthropic_whole(events: Sequence[Delta | Finished]) -> tuple[str, str, list[tuple[str, Any]]]:
-    blocks = WholeContent(hides_thinking=False)
-    for event in events:
-        if isinstance(event, Delta):
-            event.write(blocks)
-    content = json.loads(to_json(blocks.content()))
+    content = json.loads(to_json(list(content_of(_whole(events)))))
     thinking, text = ("".join(one[kind] for one in content if one["type"] == kind) for kind in ("thinking", "text"))
     return thinking, text, [(one["name"], one["input"]) for one in content if one["type"] == "tool_use"]
 
