@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import string
 from collections.abc import Callable
 
-from frontend.parsers.json_value import JsonValue
 from frontend.parsers.scanner import Reading, Scanner
 
 _ARGUMENTS = ("arguments", "parameters")
@@ -120,3 +121,125 @@ def _object(text: str) -> str:
     if found is None:
         return "{}"
     return text.strip() if isinstance(found, dict) else ""
+
+
+_MAX_DEPTH = 64
+_PLAIN = re.compile(r'[^"\\\x00-\x1f]*')  # inside a string
+_ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
+_ESCAPE_BEGUN = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{0,4})')
+_SPACE = re.compile(r"[ \t\n\r]*")
+_WORD = set("-+." + string.digits + string.ascii_letters)
+_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
+_NUMBER_BEGUN = re.compile(r"-?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?(?:[eE][-+]?[0-9]*)?)?")
+_LITERALS = ("true", "false", "null")
+# Next state by state and character. "{" and "[" are the states behind a value inside an object or an array.
+_VALUE = {'"': "string", "{": "first key", "[": "first item"}
+_NEXT = {
+    "value": _VALUE,
+    "first item": {**_VALUE, "]": "end"},
+    "first key": {'"': "key", "}": "end"},
+    "key behind a comma": {'"': "key"},
+    "colon": {":": "value"},
+    "{": {",": "key behind a comma", "}": "end"},
+    "[": {",": "value", "]": "end"},
+}
+
+
+class JsonValue:
+    """Incremental validator of one value of RFC 8259, which finds its end: a pushdown automaton."""
+
+    def __init__(self) -> None:
+        self.is_done = False
+        self.is_bad = False
+        self._open: list[str] = []
+        self._state = "value"
+        self._word = ""  # number, with runs of digits cut to two, or literal
+        self._escape = ""  # an escape that has begun, in a string or key
+
+    def feed(self, text: str) -> int:
+        """Consume text. Return how many characters belong to the value: fewer than given if it ended or is bad."""
+        at = 0
+        while at < len(text) and not self.is_done and not self.is_bad:
+            if self._state in ("string", "key"):
+                at = self._in_string(text, at)
+            elif self._state == "word":
+                at = self._in_word(text, at)
+            else:
+                at = self._between(text, at)
+        return at
+
+    def end(self) -> None:
+        """Note the end of the text."""
+        if self._state == "word":
+            self._end_word()
+        self.is_bad |= not self.is_done
+
+    def _between(self, text: str, at: int) -> int:
+        """Read space and the character behind it."""
+        space = _SPACE.match(text, at)
+        assert space
+        at = space.end()
+        if at == len(text):
+            return at
+        character = text[at]
+        state = _NEXT[self._state].get(character, "")
+        if not state and self._state in ("value", "first item") and (character.isalnum() or character == "-"):
+            self._state, self._word = "word", ""
+            return at
+        if not state or (character in "{[" and len(self._open) == _MAX_DEPTH):
+            self.is_bad = True
+            return at
+        if state == "end":
+            self._open.pop()
+            self._end_value()
+        else:
+            self._open += character if character in "{[" else ""
+            self._state = state
+        return at + 1
+
+    def _in_string(self, text: str, at: int) -> int:
+        if self._escape:
+            self._escape += text[at]
+            self.is_bad = not _ESCAPE_BEGUN.fullmatch(self._escape)
+            if _ESCAPE.fullmatch(self._escape):
+                self._escape = ""
+            return at if self.is_bad else at + 1
+        plain = _PLAIN.match(text, at)
+        assert plain
+        at = plain.end()
+        if at == len(text):
+            return at
+        match text[at]:
+            case '"' if self._state == "key":
+                self._state = "colon"
+            case '"':
+                self._end_value()
+            case "\\":
+                self._escape = "\\"
+            case _:
+                self.is_bad = True
+                return at
+        return at + 1
+
+    def _in_word(self, text: str, at: int) -> int:
+        """Read characters of a number or literal."""
+        while at < len(text):
+            if text[at] not in _WORD:
+                self._end_word()
+                return at
+            word = self._word + text[at]
+            if not _NUMBER_BEGUN.fullmatch(word) and not any(literal.startswith(word) for literal in _LITERALS):
+                self.is_bad = True
+                return at
+            # Digits after the second one do not change what may follow.
+            self._word = word[:-1] if word[-3:].isdigit() and len(word) > 2 else word
+            at += 1
+        return at
+
+    def _end_word(self) -> None:
+        self.is_bad = self._word not in _LITERALS and not _NUMBER.fullmatch(self._word)
+        self._end_value()
+
+    def _end_value(self) -> None:
+        self.is_done = not self._open and not self.is_bad
+        self._state = self._open[-1] if self._open else ""

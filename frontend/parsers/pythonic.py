@@ -7,11 +7,10 @@ import json
 import warnings
 
 from frontend.parsers.json_call import json_call
-from frontend.parsers.scanner import Reading, Scanner
+from frontend.parsers.scanner import MAX_NAME, Reading, Scanner
 
 PYTHON_START, PYTHON_END = "<|python_start|>", "<|python_end|>"
 
-_MAX_NAME = 128
 _MAX_CALL = 64 * 1024  # characters
 _JSONS_OWN = {"true": True, "false": False, "null": None}
 
@@ -32,7 +31,7 @@ def pythonic(scan: Scanner) -> Reading[None]:
 
 
 def _call(scan: Scanner) -> Reading[bool]:
-    name = (yield from scan.before("(", most=_MAX_NAME)).strip()
+    name = (yield from scan.before("(", most=MAX_NAME)).strip()
     if name not in scan.tools:
         scan.give_up()
         return False
@@ -84,7 +83,7 @@ def _arguments(source: str) -> str:
             call = ast.parse(source.lstrip(), mode="eval").body
         if not isinstance(call, ast.Call) or call.args or any(keyword.arg is None for keyword in call.keywords):
             return ""
-        values = {keyword.arg: ast.literal_eval(_with_pythons_own(keyword.value)) for keyword in call.keywords}
+        values = {keyword.arg: ast.literal_eval(_Words().visit(keyword.value)) for keyword in call.keywords}
         text = json.dumps(values, ensure_ascii=False, allow_nan=False)
         text.encode()  # reject lone surrogates
         return text
@@ -92,13 +91,9 @@ def _arguments(source: str) -> str:
         return ""
 
 
-def _with_pythons_own(value: ast.expr) -> ast.expr:
-    """Replace JSON's true, false and null, which are names in Python, by constants."""
-    return _Words().visit(value)  # type: ignore[no-any-return]
-
-
 class _Words(ast.NodeTransformer):
+    """Replaces JSON's true, false and null, which are names in Python, by constants."""
+
     def visit_Name(self, node: ast.Name) -> ast.expr:
-        if node.id in _JSONS_OWN:
-            return ast.copy_location(ast.Constant(_JSONS_OWN[node.id]), node)
-        return node
+        is_word = node.id in _JSONS_OWN
+        return ast.copy_location(ast.Constant(_JSONS_OWN[node.id]), node) if is_word else node

@@ -1,4 +1,4 @@
-"""Tool calls in XML-like tags, with arguments as bare text that the tool's schema turns into JSON."""
+"""Tool calls whose arguments become JSON: in XML-like tags, where the tool's schema types bare text, and Gemma 4's."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from core.types.json_schema import target
-from frontend.parsers.json_value import JsonValue
-from frontend.parsers.scanner import Reading, Scanner, overlap
+from frontend.parsers.json_call import JsonValue
+from frontend.parsers.scanner import MAX_NAME, Reading, Scanner, overlap
 
-_MAX_NAME = 128
-BY_JSON = {"integer", "number", "boolean", "object", "array", "null"}
+_BY_JSON = {"integer", "number", "boolean", "object", "array", "null"}
 _BY_KEYWORD = {"properties": "object", "additionalProperties": "object", "items": "array", "prefixItems": "array"}
 _TYPE_OF = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null",
             dict: "object", list: "array"}  # fmt: skip
@@ -60,7 +59,7 @@ DSML = XmlTags(  # V3.2 names a block function_calls, V4 tool_calls
 def xml_calls(scan: Scanner, *, tags: XmlTags) -> Reading[None]:
     """Read calls such as <function=NAME><parameter=KEY>value</parameter>…</function>, alone or in a block."""
     while (yield from scan.next_call(tags.call, *tags.blocks)):
-        name = _name((yield from scan.before(tags.name_end, most=_MAX_NAME)))
+        name = _name((yield from scan.before(tags.name_end, most=MAX_NAME)))
         if name not in scan.tools:
             scan.give_up()
             continue
@@ -78,21 +77,21 @@ def _parameters(scan: Scanner, tags: XmlTags, types: _Types) -> Reading[bool]:
     """Read up to the end of the call. Return whether it was found."""
     opening = "{"
     while (yield from scan.optional(tags.parameter)):
-        named = yield from scan.before(tags.key_end, most=_MAX_NAME)
+        named = yield from scan.before(tags.key_end, most=MAX_NAME)
         if not (yield from scan.optional(tags.key_end)) or (tags.value and not (yield from scan.optional(tags.value))):
             return False
         key = _name(named)
         head, kinds = f"{opening}{json.dumps(key)}: ", _marked(named) or types.of_parameter(key)
         if kinds <= {"string"}:
             scan.emit_arguments(head + '"')
-            yield from streamed_string(scan, tags.value_end, padding=tags.padding)
+            yield from _streamed_string(scan, tags.value_end, padding=tags.padding)
         else:
             value = (yield from scan.before(tags.value_end)).removeprefix(tags.padding).removesuffix(tags.padding)
             if scan.rest.startswith(tags.value_end):
-                text = as_json(value, kinds)
+                text = _as_json(value, kinds)
             else:  # the answer ends here; to read the value again would be quadratic
-                begun = take_begun(scan, tags.value_end, padding=tags.padding).removeprefix(tags.padding)
-                text = begun_as_json(begun, kinds)
+                begun = _take_begun(scan, tags.value_end, padding=tags.padding).removeprefix(tags.padding)
+                text = begun__as_json(begun, kinds)
             scan.emit_arguments(head + text)
         if not (yield from scan.optional(tags.value_end)):
             return False
@@ -111,10 +110,73 @@ def _name(text: str) -> str:
 def _marked(text: str) -> set[str]:
     """Return the types that a parameter's own attribute allows; empty if it has none."""
     marked = text.partition('"')[2]
-    return {"string"} if 'string="true"' in marked else BY_JSON if 'string="false"' in marked else set()
+    return {"string"} if 'string="true"' in marked else _BY_JSON if 'string="false"' in marked else set()
 
 
-def streamed_string(scan: Scanner, end: str, *, padding: str = "") -> Reading[None]:
+GEMMA4_MARKERS = _CALL, _CALL_END, _QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
+_MAX_NESTED = 64
+_MAX_WORD = 1024  # characters of a key or a number
+_NESTED = {"{": "}", "[": "]"}
+_ENDS = (",", *"{}[]", _QUOTE, _CALL_END)  # of a key or a number
+
+
+def gemma4(scan: Scanner) -> Reading[None]:
+    """<|tool_call>call:NAME{key:<|"|>text<|"|>,other:[1,true]}<tool_call|>, once for each call: JSON but
+    for bare keys, and strings without escapes."""
+    while (yield from scan.next_call(f"{_CALL}call:")):
+        name = (yield from scan.before("{", most=MAX_NAME)).strip()
+        if name not in scan.tools:
+            scan.give_up()
+            continue
+        scan.begin(name)
+        if (yield from _value(scan, 0)):
+            scan.end_call()
+            yield from scan.optional(_CALL_END)
+        else:
+            scan.give_up()
+
+
+def _value(scan: Scanner, depth: int) -> Reading[bool]:
+    """Emit a value as JSON. Return whether it is whole."""
+    if (yield from scan.optional(_QUOTE)):
+        scan.emit_arguments('"')
+        yield from _streamed_string(scan, _QUOTE)
+        return (yield from scan.optional(_QUOTE))
+    for opening, closing in _NESTED.items():
+        if (yield from scan.optional(opening)):
+            return depth < _MAX_NESTED and (yield from _members(scan, opening, closing, depth + 1))
+    word = (yield from scan.before(*_ENDS, most=_MAX_WORD)).strip()
+    if word:
+        scan.emit_arguments(_as_json(word, _BY_JSON))
+    elif scan.is_ended and not any(end in scan.rest for end in _ENDS):
+        scan.emit_arguments(begun__as_json(_take_begun(scan, *_ENDS), _BY_JSON))
+    return bool(word)
+
+
+def _members(scan: Scanner, opening: str, closing: str, depth: int) -> Reading[bool]:
+    scan.emit_arguments(opening)
+    is_over = yield from scan.optional(closing)
+    while not is_over:
+        if opening == "{":
+            is_quoted = yield from scan.optional(_QUOTE)
+            key = yield from scan.before(*((_QUOTE,) if is_quoted else (":", *_ENDS)), most=_MAX_WORD)
+            if is_quoted and not (yield from scan.optional(_QUOTE)):
+                return False
+            if not (yield from scan.optional(":")):
+                return False
+            scan.emit_arguments(f"{json.dumps(key if is_quoted else key.strip(), ensure_ascii=False)}: ")
+        if not (yield from _value(scan, depth)):
+            return False
+        is_over = yield from scan.optional(closing)
+        if not is_over:
+            if not (yield from scan.optional(",")):
+                return False
+            scan.emit_arguments(", ")
+    scan.emit_arguments(closing)
+    return True
+
+
+def _streamed_string(scan: Scanner, end: str, *, padding: str = "") -> Reading[None]:
     """Emit a string without its padding, as it arrives, up to `end`, and its closing quote."""
     while padding and not scan.rest and not scan.is_ended:
         yield
@@ -123,23 +185,23 @@ def streamed_string(scan: Scanner, end: str, *, padding: str = "") -> Reading[No
     while True:
         at = scan.rest.find(end)
         is_whole = at >= 0
-        text = scan.take(at).removesuffix(padding) if is_whole else take_begun(scan, end, padding=padding)
+        text = scan.take(at).removesuffix(padding) if is_whole else _take_begun(scan, end, padding=padding)
         scan.emit_arguments(json.dumps(text, ensure_ascii=False)[1:-1] + ('"' if is_whole else ""))
         if is_whole or scan.is_ended:
             return
         yield
 
 
-def take_begun(scan: Scanner, *ends: str, padding: str = "") -> str:
+def _take_begun(scan: Scanner, *ends: str, padding: str = "") -> str:
     """Consume and return a value's text so far, without characters that may belong to one of its ends."""
     held = max(overlap(scan.rest, text) for end in ends for text in (end, padding + end))
     return scan.take(len(scan.rest) - held)
 
 
-def as_json(value: str, types: set[str]) -> str:
+def _as_json(value: str, types: set[str]) -> str:
     """Return the value as JSON: a string, unless its schema allows another type and the value parses as one."""
     text = value.strip()
-    if types & BY_JSON and ("string" not in types or text == "null"):
+    if types & _BY_JSON and ("string" not in types or text == "null"):
         lowered = text.lower()
         for word in (text, "null" if lowered == "none" else lowered):  # accept Python's True, False and None
             try:
@@ -150,7 +212,7 @@ def as_json(value: str, types: set[str]) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def begun_as_json(value: str, types: set[str]) -> str:
+def begun__as_json(value: str, types: set[str]) -> str:
     """Return the beginning of a value as the beginning of JSON."""
     text = value.strip()
     is_json = "string" not in types and JsonValue().feed(text) == len(text)

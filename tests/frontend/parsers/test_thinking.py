@@ -15,8 +15,8 @@ from frontend.chat.chat import Chat
 from frontend.chat.output_format import OutputFormat
 from frontend.http.event_stream import to_json
 from frontend.openai.forms import ChatForm, WholeChoice
-from frontend.parsers.call_reader import CallReader
 from frontend.parsers.formats import CALL_FORMATS, hermes
+from frontend.parsers.scanner import CallReader
 from frontend.parsers.thinking import TAGS, THINK, Tags, ThinkingReader
 from frontend.responses.answer import ResponseOutput
 from frontend.text.answer_reader import AnswerReader
