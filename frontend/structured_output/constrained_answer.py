@@ -11,15 +11,14 @@ from core.types.errors import RequestError
 from core.types.json_schema import DROPPED, rewritten
 from core.types.request import Grammar, GrammarKind
 from frontend.chat.chat import Chat
-from frontend.chat.output_format import OutputFormat
+from frontend.chat.output_format import SCHEMAS, OutputFormat, may_think
 from frontend.parsers.formats import GENERIC
 from frontend.parsers.harmony import HARMONY
-from frontend.parsers.thinking import Start, Tags
+from frontend.parsers.thinking import Tags
 from frontend.structured_output.json_schema import LOOKING_AROUND, in_lark, lenient, weakened
 from frontend.structured_output.structural_tag import structural_tag_rules
 from frontend.text.completion_request import CompletionRequest
 
-_SCHEMAS = (GrammarKind.JSON_SCHEMA, GrammarKind.LENIENT_JSON_SCHEMA)
 _NOTES = ("description", "title", "default", "examples", "x-guidance")  # annotations in a tool's schema
 
 
@@ -59,11 +58,6 @@ _CALLS["deepseek_v3"] = replace(
     after="\n```<｜tool▁call▁end｜>",  # noqa: RUF001
     between="\n",
 )
-
-
-def may_think(grammar: Grammar | None, start: Start) -> bool:
-    """Return whether the answer has room for thinking first. start: the end of its prompt."""
-    return grammar is None or (grammar.kind in (*_SCHEMAS, GrammarKind.STRUCTURAL_TAG) and start != "after")
 
 
 def without_look_around(request: CompletionRequest) -> tuple[CompletionRequest, list[str]]:
@@ -108,7 +102,7 @@ def _bound_answer(request: CompletionRequest, output_format: OutputFormat, promp
         return Grammar(kind=GrammarKind.LARK, text="\n".join(rules))
     if grammar is None or not isinstance(chat, Chat):
         return grammar
-    head = output_format.special.literal(frame.text) if frame and start == "before" and grammar.kind in _SCHEMAS else ""
+    head = output_format.special.literal(frame.text) if frame and start == "before" and grammar.kind in SCHEMAS else ""
     tools = chat.tools if chat.forced is None or head else ()
     thinks = tags is not None and may_think(grammar, start)
     if not tools and not thinks and not head:
@@ -150,7 +144,7 @@ def _thought(tags: Tags, output_format: OutputFormat, *, is_open: bool) -> Itera
 def _calls(request: CompletionRequest, chat: Chat, output_format: OutputFormat) -> Iterator[str]:
     assert request.grammar is not None
     form = _CALLS.get(output_format.calls or "")
-    if form is None or request.grammar.kind not in _SCHEMAS:
+    if form is None or request.grammar.kind not in SCHEMAS:
         text = f"tools: cannot be combined with {request.grammar_field} here; set tool_choice to none or required"
         raise RequestError(text, param="tools")
     literal = output_format.special.literal

@@ -22,8 +22,7 @@ from core.types.prompt_logprobs import PromptLogprobs
 from core.types.request import Grammar, Sampling, SequenceRequest, ThinkingBudget
 from frontend.chat.chat import Chat
 from frontend.chat.chat_template import ChatTemplate
-from frontend.chat.output_format import OutputFormat
-from frontend.chat.thinking import thinking_budget
+from frontend.chat.output_format import OutputFormat, thinking_budget
 from frontend.structured_output.constrained_answer import bound_answer, without_look_around
 from frontend.structured_output.grammar_check import GrammarCheck
 from frontend.structured_output.special_tokens import SpecialTokens

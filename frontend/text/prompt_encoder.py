@@ -7,8 +7,7 @@ from functools import lru_cache, partial
 from core.types.errors import ContextLengthExceeded, RequestError
 from frontend.chat.chat import Chat
 from frontend.chat.chat_template import ChatTemplate
-from frontend.chat.output_format import OutputFormat
-from frontend.chat.thinking import thinking_variables, unheeded_fields
+from frontend.chat.output_format import OutputFormat, thinking_variables, unheeded_fields
 from frontend.text.bad_words import bad_words_as_tokens
 from frontend.text.completion_request import CompletionRequest, ModelCard, check, check_token_ids
 from frontend.text.text_threads import TextThreads

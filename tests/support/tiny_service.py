@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from core.grammar.compiler import GrammarCompiler
-from frontend.chat.chat_template import ChatTemplate
+from frontend.chat.chat_template import ChatTemplate, find_chat_template
 from frontend.chat.output_format import OutputFormat
-from frontend.chat.template_files import find_chat_template
 from frontend.text.audit_log import RequestAuditLog
 from frontend.text.completion import Completions
 from frontend.text.completion_request import MAX_CHOICES, NEUTRAL, ModelCard

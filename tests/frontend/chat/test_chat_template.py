@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from core.types.errors import RequestError, SpecError
-from frontend.chat.chat_template import ChatTemplate
-from frontend.chat.template_files import find_chat_template
+from frontend.chat.chat_template import ChatTemplate, find_chat_template
 from frontend.chat.template_sandbox import MAX_TEXT_CHARS
 from tests.support import serving
 from tests.support.tiny_tokenizers import CHATML, write_json

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from frontend.chat.chat_template import ChatTemplate
+from frontend.chat.chat_template import ChatTemplate, find_chat_template
 from frontend.chat.output_format import OutputFormat
-from frontend.chat.template_files import find_chat_template
 from tests.support.tiny_tokenizers import write_json
 
 _LOOK = {"name": "look", "description": "Ä", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}
