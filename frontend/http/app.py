@@ -32,7 +32,6 @@ from frontend.http.openapi import OpenapiApi
 from frontend.http.request_contexts import Endpoints, HttpRequestContexts
 from frontend.openai.api import OpenAIApi
 from frontend.openai.errors import OpenAIErrors
-from frontend.openai.tokens_api import TokensApi
 from frontend.responses.api import ResponsesApi
 from frontend.responses.store import StoreBounds
 from frontend.responses.stored import StoredResponses
@@ -86,7 +85,6 @@ def create_app(
         app.add_middleware(CORSMiddleware, allow_origins=cors_origins, allow_methods=["GET", "HEAD", "POST", "DELETE"],
                            allow_headers=["*"], expose_headers=["*"])  # fmt: skip
     handle_errors(app)
-    TokensApi(models, request_contexts, clamps_max_tokens=clamps).add_to(app)
     OpenapiApi(models).add_to(app)
     openai.add_to(app)
     responses.add_to(app)

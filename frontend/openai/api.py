@@ -1,32 +1,44 @@
-"""OpenAI API: /v1/models, /v1/completions and /v1/chat/completions, whole and streamed."""
+"""OpenAI API: /v1/models, /v1/completions and /v1/chat/completions, whole and streamed. As in vLLM, without generation:
+POST /tokenize, /detokenize, /v1/completions/render and /v1/chat/completions/render, and GET /tokenizer_info."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Mapping, Sequence
 from functools import partial
+from importlib.metadata import version
 
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
 from core.types.errors import RequestError
 from frontend.access.limits import RequestContext
-from frontend.http.event_stream import JSON, whole_answer
-from frontend.http.request_contexts import ID_CHARS, MAX_REPEATED, Endpoints, HttpRequestContexts, Opener
+from frontend.http.event_stream import JSON, json_answer, whole_answer
+from frontend.http.request_contexts import (
+    ID_CHARS,
+    MAX_REPEATED,
+    Endpoints,
+    HttpRequestContexts,
+    Opener,
+    client_of,
+    peer_of,
+)
 from frontend.openai.answer import OpenAIAnswer
-from frontend.openai.fields import also_ignored
+from frontend.openai.fields import also_ignored, ignored_header
 from frontend.openai.forms import ChatForm, Form, TextForm
-from frontend.openai.types import ChatBody, TextBody
+from frontend.openai.types import ChatBody, DetokenizeBody, TextBody, TokenizeBody
 from frontend.text.completion import Completion
-from frontend.text.completion_request import ModelCard
+from frontend.text.completion_request import CompletionRequest, ModelCard
 from frontend.text.models import Models
+from frontend.text.prompt_encoder import num_chars
+
+PACKAGE = "xpyd"
 
 
 class OpenAIApi:
-    """Endpoints of the OpenAI API for models, completions and chats."""
+    """Endpoints of the OpenAI API for models, completions, chats and tokens."""
 
-    def __init__(
-        self, models: Models, request_contexts: HttpRequestContexts, *, clamps_max_tokens: bool = False
-    ) -> None:
+    def __init__(self, models: Models, request_contexts: HttpRequestContexts, *, clamps_max_tokens: bool) -> None:
         """clamps_max_tokens: as in Opener."""
         self._models = models
         self._request_contexts = request_contexts
@@ -42,8 +54,20 @@ class OpenAIApi:
 
     def add_to(self, app: FastAPI) -> None:
         """Add the other endpoints."""
-        app.add_api_route("/v1/models", self.models, methods=["GET"])
-        app.add_api_route("/v1/models/{model_id:path}", self.model, methods=["GET"])
+        for path, look in (
+            ("/v1/models", self.models),
+            ("/v1/models/{model_id:path}", self.model),
+            ("/tokenizer_info", self.tokenizer_info),
+            ("/version", self.version),
+        ):
+            app.add_api_route(path, look, methods=["GET"])
+        for path, endpoint in (
+            ("/tokenize", self._tokenize),
+            ("/detokenize", self._detokenize),
+            ("/v1/completions/render", partial(self._render, TextBody)),
+            ("/v1/chat/completions/render", partial(self._render, ChatBody)),
+        ):
+            app.add_api_route(path, self._request_contexts.route(endpoint), methods=["POST"])
 
     async def models(self) -> Response:
         listed = [_model(card, name) for card in self._models.cards for name in card.names]
@@ -67,6 +91,80 @@ class OpenAIApi:
         if parsed.body.stream:
             return self._request_contexts.stream(request, answer.chunks(), headers)
         return await whole_answer(request.receive, answer.whole(), headers)
+
+    async def tokenizer_info(self, model: str = "") -> Response:
+        """Return the special tokens and the chat template; with it, lm-eval needs no tokenizer of its own."""
+        prompts = self._models.find(model).prompts
+        tokens = {**dict.fromkeys(("bos_token", "eos_token", "pad_token")), **prompts.tokenizer.special_tokens}
+        return JSONResponse({**tokens, "chat_template": prompts.chat_template.source or None})
+
+    async def version(self) -> Response:
+        return JSONResponse({"version": version(PACKAGE)})
+
+    async def _tokenize(self, request: Request, request_context: RequestContext) -> Response:
+        def build(body: TokenizeBody) -> tuple[TokenizeBody, CompletionRequest, dict[str, str]]:
+            if (body.prompt is None) == (body.messages is None):
+                raise RequestError.at("prompt", "set either prompt or messages")
+            prompt = body.prompt if body.messages is None else body.chat(body.messages)
+            completion_request = CompletionRequest(
+                id=request.state.request_id,
+                prompt=prompt or "",
+                model=body.model or "",
+                peer=peer_of(request),
+                add_special_tokens=body.add_special_tokens,
+            )
+            num_chars(completion_request.prompt)  # a chat caches it
+            return body, completion_request, ignored_header(body)
+
+        body, completion_request, ignored = await self._request_contexts.read(TokenizeBody, request, build)
+        with self._request_contexts.audited(request):
+            served = self._models.find(completion_request.model)
+            ids = await served.prompts.tokenize(client_of(request).bound(completion_request))
+        text_of = served.tokenizer.token_text
+        answer = {
+            "count": len(ids),
+            "max_model_len": served.model.max_model_len,
+            "tokens": ids,
+            "token_strs": [text_of(token_id) for token_id in ids] if body.return_token_strs else None,
+        }
+        return await _uncharged(answer, ignored, request_context)
+
+    async def _detokenize(self, request: Request, request_context: RequestContext) -> Response:
+        def build(body: DetokenizeBody) -> tuple[CompletionRequest, dict[str, str]]:
+            completion_request = CompletionRequest(
+                id=request.state.request_id, prompt=tuple(body.tokens), model=body.model or "", peer=peer_of(request)
+            )
+            return completion_request, ignored_header(body)
+
+        completion_request, ignored = await self._request_contexts.read(DetokenizeBody, request, build)
+        with self._request_contexts.audited(request):
+            served = self._models.find(completion_request.model)
+            text = await served.prompts.detokenize(client_of(request).bound(completion_request))
+        return await _uncharged({"prompt": text}, ignored, request_context)
+
+    async def _render(
+        self, kind: type[TextBody] | type[ChatBody], request: Request, request_context: RequestContext
+    ) -> Response:
+        """Return the input of the engine: a list with one object per prompt for texts, and one object for a chat.
+        `prompt` is an extension: vLLM returns the tokens alone."""
+        parsed = await self._opener.read(kind, request)
+        rendered, num_repeated = list[JSON](), 0
+        opened = await self._opener.open(parsed, request, request_context)
+        with self._request_contexts.audited(request):
+            for one in opened:
+                text = await one.prompt_text()
+                num_repeated += len(text) + ID_CHARS * len(one.prompt_ids)
+                if num_repeated > MAX_REPEATED:
+                    raise RequestError.at("prompt", "too large to repeat in the response; send fewer prompts at once")
+                names = {"request_id": one.request.id, "model": one.model_name}
+                rendered.append({**names, "token_ids": one.prompt_ids, "prompt": text})
+                await asyncio.sleep(0)  # a body may have a thousand prompts: let other tasks run
+        return await _uncharged(rendered if kind is TextBody else rendered[0], parsed.ignored, request_context)
+
+
+async def _uncharged(answer: object, ignored: Mapping[str, str], request_context: RequestContext) -> Response:
+    """Return the answer to a call that counts as a request, but no tokens, against the key's limits."""
+    return json_answer(answer, {**await request_context.charge([]), **ignored})
 
 
 async def _forms(body: TextBody | ChatBody, opened: Sequence[Completion]) -> list[Form]:

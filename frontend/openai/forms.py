@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from core.types.request import TokenLogprob
 from frontend.http.event_stream import JSON
@@ -15,67 +15,41 @@ REASONING = ("reasoning_content", "reasoning")  # DeepSeek's name of thoughts, a
 LOWEST_LOGPROB = -9999.0  # JSON has no minus infinity; OpenAI uses this value
 
 
-class Form(Protocol):
-    """Response format of one endpoint."""
-
-    whole: str  # `object` of a whole response
-    chunk: str  # `object` of a chunk
-    id_prefix: str
-    is_prompt_shared: bool  # whether prompt extensions belong to the response rather than to each choice
-    has_answer: bool  # False: only the prompt is returned
-    echo: str  # the prompt's text, if it is repeated; else empty
-    num_echo_logprobs: int | None  # most likely tokens listed for each prompt token; None: no logprobs
-
-    def opening(self) -> JSON | None:
-        """Return the part of a choice that precedes generated text."""
-        ...
-
-    def piece(self, text: str) -> JSON:
-        """Return the part with a text; "" is used for the end of the choice."""
-        ...
-
-    def said(self, delta: Delta) -> list[JSON]:
-        """Return the parts of a delta. Each tool call gets its own chunk, because some clients read only a chunk's
-        first call."""
-        ...
-
-    def message(self, whole: WholeChoice) -> JSON:
-        """Return a whole choice."""
-        ...
-
-    def logprobs(self, deltas: Sequence[Delta]) -> JSON:
-        """Return the logprobs of deltas whose tokens all have one."""
-        ...
-
-
 class TextForm:
     """/v1/completions"""
 
-    whole = chunk = "text_completion"
+    whole = chunk = "text_completion"  # `object` of a whole response, and of a chunk
     id_prefix = "cmpl-"
-    is_prompt_shared = False
+    is_prompt_shared = False  # whether prompt extensions belong to the response rather than to each choice
 
     def __init__(
         self, tokenizer: Tokenizer, *, echo: str = "", num_echo_logprobs: int | None = None, has_answer: bool = True
     ) -> None:
+        """echo: the prompt's text, if it is repeated. num_echo_logprobs: most likely tokens listed for each of its
+        tokens; None: no logprobs. has_answer: False: only the prompt is returned."""
         self.echo = echo
         self.num_echo_logprobs = num_echo_logprobs
         self.has_answer = has_answer
         self._tokenizer = tokenizer
 
     def opening(self) -> JSON | None:
+        """Return the part of a choice that precedes generated text."""
         return {"text": self.echo} if self.echo or self.num_echo_logprobs is not None else None
 
     def piece(self, text: str) -> JSON:
+        """Return the part with a text; "" is used for the end of the choice."""
         return {"text": text}
 
     def said(self, delta: Delta) -> list[JSON]:
+        """Return the parts of a delta."""
         return [{"text": delta.text}]
 
     def message(self, whole: WholeChoice) -> JSON:
+        """Return a whole choice."""
         return {"text": self.echo + whole.all_of("text")}
 
     def logprobs(self, deltas: Sequence[Delta]) -> JSON:
+        """Return the logprobs of deltas whose tokens all have one."""
         text_of, tokens = self._tokenizer.token_text, _tokens(deltas)
         return {
             "tokens": [text_of(token_id) for token_id, _ in tokens],
@@ -112,6 +86,8 @@ class ChatForm:
         return {"delta": {"content": text} if text else {}}
 
     def said(self, delta: Delta) -> list[JSON]:
+        """Return the parts of a delta. Each tool call gets its own chunk, because some clients read only a chunk's
+        first call."""
         said = self.piece(delta.text_with_broken(is_whole=False))
         if delta.thinking:
             said["delta"] |= dict.fromkeys(self._thinking_fields, delta.thinking)
@@ -140,6 +116,9 @@ class ChatForm:
     def _entry(self, token_id: int, logprob: float) -> JSON:
         text, raw = self._tokenizer.token_text(token_id), self._tokenizer.token_bytes(token_id)
         return {"token": text, "logprob": finite(logprob), "bytes": list(raw)}
+
+
+Form: TypeAlias = TextForm | ChatForm  # response format of one endpoint, with the same methods in both
 
 
 def ending(finished: Finished) -> JSON:

@@ -316,6 +316,26 @@ class ChatBody(_Sampled, ChatSettings):
         return None
 
 
+class TokenizeBody(ChatSettings):
+    """POST /tokenize"""
+
+    model: str | None = None
+    prompt: str | None = None
+    """Text to tokenize. Set either this or `messages`."""
+    messages: Messages | None = None
+    """Chat to tokenize, as in /v1/chat/completions."""
+    add_special_tokens: bool | None = None
+    """Default true for a prompt, as in /v1/completions, and false for messages, whose template adds them."""
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(OpenAIObject):
+    """POST /detokenize"""
+
+    model: str | None = None
+    tokens: list[int]
+
+
 def reject_fields_of_others(body: OpenAIObject) -> None:
     """Reject a field of the other endpoint, which would have no effect here. Raises UnsupportedField."""
     for name, value in (body.model_extra or {}).items():
