@@ -11,8 +11,7 @@ from typing import Any
 
 from core.types.request import FinishReason
 from frontend.http.event_stream import DONE, JSON, data, to_json
-from frontend.openai.forms import Form, WholeChoice, ending
-from frontend.openai.prompt_logprobs import PromptScores, prompt_scores
+from frontend.openai.forms import Form, PromptScores, WholeChoice, ending, prompt_scores
 from frontend.openai.types import ChatBody, TextBody
 from frontend.text.answer_events import UnreadLimit
 from frontend.text.completion import Completion

@@ -14,23 +14,14 @@ from starlette.responses import JSONResponse, Response
 from core.types.errors import RequestError
 from frontend.access.limits import RequestContext
 from frontend.http.event_stream import JSON, json_answer, whole_answer
-from frontend.http.request_contexts import (
-    ID_CHARS,
-    MAX_REPEATED,
-    Endpoints,
-    HttpRequestContexts,
-    Opener,
-    client_of,
-    peer_of,
-)
+from frontend.http.request_contexts import ID_CHARS, MAX_REPEATED, Endpoints, HttpRequestContexts, Opener, client_of
 from frontend.openai.answer import OpenAIAnswer
-from frontend.openai.fields import also_ignored, ignored_header
+from frontend.openai.fields import also_ignored
 from frontend.openai.forms import ChatForm, Form, TextForm
 from frontend.openai.types import ChatBody, DetokenizeBody, TextBody, TokenizeBody
 from frontend.text.completion import Completion
-from frontend.text.completion_request import CompletionRequest, ModelCard
+from frontend.text.completion_request import ModelCard
 from frontend.text.models import Models
-from frontend.text.prompt_encoder import num_chars
 
 PACKAGE = "xpyd"
 
@@ -102,45 +93,26 @@ class OpenAIApi:
         return JSONResponse({"version": version(PACKAGE)})
 
     async def _tokenize(self, request: Request, request_context: RequestContext) -> Response:
-        def build(body: TokenizeBody) -> tuple[TokenizeBody, CompletionRequest, dict[str, str]]:
-            if (body.prompt is None) == (body.messages is None):
-                raise RequestError.at("prompt", "set either prompt or messages")
-            prompt = body.prompt if body.messages is None else body.chat(body.messages)
-            completion_request = CompletionRequest(
-                id=request.state.request_id,
-                prompt=prompt or "",
-                model=body.model or "",
-                peer=peer_of(request),
-                add_special_tokens=body.add_special_tokens,
-            )
-            num_chars(completion_request.prompt)  # a chat caches it
-            return body, completion_request, ignored_header(body)
-
-        body, completion_request, ignored = await self._request_contexts.read(TokenizeBody, request, build)
+        parsed = await self._opener.read(TokenizeBody, request)
+        (asked,) = parsed.requests
         with self._request_contexts.audited(request):
-            served = self._models.find(completion_request.model)
-            ids = await served.prompts.tokenize(client_of(request).bound(completion_request))
+            served = self._models.find(asked.model)
+            ids = await served.prompts.tokenize(client_of(request).bound(asked))
         text_of = served.tokenizer.token_text
         answer = {
             "count": len(ids),
             "max_model_len": served.model.max_model_len,
             "tokens": ids,
-            "token_strs": [text_of(token_id) for token_id in ids] if body.return_token_strs else None,
+            "token_strs": [text_of(token_id) for token_id in ids] if parsed.body.return_token_strs else None,
         }
-        return await _uncharged(answer, ignored, request_context)
+        return await _uncharged(answer, parsed.ignored, request_context)
 
     async def _detokenize(self, request: Request, request_context: RequestContext) -> Response:
-        def build(body: DetokenizeBody) -> tuple[CompletionRequest, dict[str, str]]:
-            completion_request = CompletionRequest(
-                id=request.state.request_id, prompt=tuple(body.tokens), model=body.model or "", peer=peer_of(request)
-            )
-            return completion_request, ignored_header(body)
-
-        completion_request, ignored = await self._request_contexts.read(DetokenizeBody, request, build)
+        parsed = await self._opener.read(DetokenizeBody, request)
+        (asked,) = parsed.requests
         with self._request_contexts.audited(request):
-            served = self._models.find(completion_request.model)
-            text = await served.prompts.detokenize(client_of(request).bound(completion_request))
-        return await _uncharged({"prompt": text}, ignored, request_context)
+            text = await self._models.find(asked.model).prompts.detokenize(client_of(request).bound(asked))
+        return await _uncharged({"prompt": text}, parsed.ignored, request_context)
 
     async def _render(
         self, kind: type[TextBody] | type[ChatBody], request: Request, request_context: RequestContext

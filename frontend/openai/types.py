@@ -7,6 +7,7 @@ grammar was not applied. Reference: https://platform.openai.com/docs/api-referen
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
@@ -316,7 +317,7 @@ class ChatBody(_Sampled, ChatSettings):
         return None
 
 
-class TokenizeBody(ChatSettings):
+class TokenizeBody(GenerationBody, ChatSettings):
     """POST /tokenize"""
 
     model: str | None = None
@@ -328,12 +329,23 @@ class TokenizeBody(ChatSettings):
     """Default true for a prompt, as in /v1/completions, and false for messages, whose template adds them."""
     return_token_strs: bool | None = None
 
+    def requests(self, request_id: str, *, peer: str = "") -> list[CompletionRequest]:
+        """Return the one request. Raises RequestError."""
+        if (self.prompt is None) == (self.messages is None):
+            raise RequestError.at("prompt", "set either prompt or messages")
+        prompt = self.prompt or "" if self.messages is None else self.chat(self.messages)
+        request = CompletionRequest(id=request_id, peer=peer, prompt=prompt, model=self.model or "")
+        return [replace(request, add_special_tokens=self.add_special_tokens)]
 
-class DetokenizeBody(OpenAIObject):
+
+class DetokenizeBody(GenerationBody):
     """POST /detokenize"""
 
     model: str | None = None
     tokens: list[int]
+
+    def requests(self, request_id: str, *, peer: str = "") -> list[CompletionRequest]:
+        return [CompletionRequest(id=request_id, peer=peer, prompt=tuple(self.tokens), model=self.model or "")]
 
 
 def reject_fields_of_others(body: OpenAIObject) -> None:

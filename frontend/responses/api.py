@@ -24,8 +24,7 @@ from frontend.openai.fields import also_ignored
 from frontend.responses.answer import ResponseAnswer
 from frontend.responses.store import SMALL_BYTES
 from frontend.responses.stored import StoredResponses
-from frontend.responses.turn import StoredTurn, Turn, id_of
-from frontend.responses.types import ResponsesBody
+from frontend.responses.types import ResponsesBody, StoredTurn, Turn, id_of
 from frontend.text.completion_request import MAX_REQUEST_BYTES
 from frontend.text.models import Models
 

@@ -21,8 +21,7 @@ from core.types.request import ANY_OBJECT, GrammarKind
 from frontend.responses.api import HeldAnswer
 from frontend.responses.store import MAX_VALUE_BYTES, StoreBounds
 from frontend.responses.stored import StoredResponses
-from frontend.responses.turn import StoredTurn
-from frontend.responses.types import ResponsesBody
+from frontend.responses.types import ResponsesBody, StoredTurn
 from tests.frontend.access.keys import access_with, issue
 from tests.support.memory_responses import in_memory_responses
 from tests.support.serving import TEMPLATES, Serve, Served
