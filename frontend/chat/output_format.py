@@ -77,10 +77,6 @@ class OutputFormat:
         """True if tools, calls and results are shown to the model as text instead of by its chat template."""
         return self.calls == GENERIC
 
-    @property
-    def thinks(self) -> bool:
-        return self.tags is not None
-
     def start(self, chat: Chat | None, prompt: str) -> Start:
         """Return where the prompt ends. chat: the prompt's, if it is one. prompt: its last characters suffice."""
         end, tags = prompt.rstrip(), self.tags

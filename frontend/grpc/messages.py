@@ -223,7 +223,7 @@ def _fill(message: pb.Delta, delta: Delta, tokenizer: Tokenizer) -> None:
     """Fill a delta in place, without empty fields, because there is one per token."""
     if delta.choice:
         message.choice = delta.choice
-    message.text = delta.text_with_broken(is_whole=False) if delta.calls else delta.text
+    message.text = delta.text_with_rest
     if delta.thinking:
         message.reasoning = delta.thinking
     if delta.calls:

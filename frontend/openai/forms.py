@@ -94,17 +94,13 @@ class ChatForm:
     def said(self, delta: Delta) -> list[JSON]:
         """Return the parts of a delta. Each tool call gets its own chunk, because some clients read only a chunk's
         first call."""
-        said = self.piece(delta.text_with_broken(is_whole=False))
+        said = self.piece(delta.text_with_rest)
         if delta.thinking:
             said["delta"] |= dict.fromkeys(self._thinking_fields, delta.thinking)
-        calls = [
-            {"tool_calls": [{"index": call.number, **_call(call, call.arguments)}]}
-            for call in delta.calls
-            if call.broken is None
-        ]
+        calls = [{"index": one.number, **_call(one, one.arguments)} for one in delta.calls if one.broken is None]
         if calls:
-            said["delta"] |= calls[0]
-        return [said, *({"delta": call} for call in calls[1:])]
+            said["delta"]["tool_calls"] = calls[:1]
+        return [said, *({"delta": {"tool_calls": [call]}} for call in calls[1:])]
 
     def message(self, whole: WholeChoice) -> JSON:
         text, thinking, calls = whole.all_of("text"), whole.all_of("thinking"), whole.calls

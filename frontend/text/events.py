@@ -85,12 +85,13 @@ class Delta:
         if at < len(self.text):
             parts.text(self.text[at:])
 
-    def text_with_broken(self, *, is_whole: bool) -> str:
-        """Return the text including that of broken calls: all of it, or only the unsent rest."""
+    @property
+    def text_with_rest(self) -> str:
+        """The text including the unsent rest of broken calls."""
         text = self.text
         for call in reversed(self.calls):
             if call.broken is not None:
-                text = text[: call.at] + (call.broken if is_whole else call.rest) + text[call.at :]
+                text = text[: call.at] + call.rest + text[call.at :]
         return text
 
 
