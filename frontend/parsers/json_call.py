@@ -46,7 +46,8 @@ def json_arguments(scan: Scanner, name: str) -> Reading[bool]:
         scan.give_up()
         return False
     scan.begin(name)
-    if not (yield from _streamed(scan)):
+    yield from scan.optional("")  # skip leading space
+    if not (yield from _value(scan, scan.emit_arguments)):
         return False
     scan.end_call()
     return True
@@ -71,12 +72,6 @@ def _member(scan: Scanner) -> Reading[str]:
     return key if (yield from scan.optional(":")) else ""
 
 
-def _streamed(scan: Scanner) -> Reading[bool]:
-    """Emit a value as it arrives. Gives up the call if it is invalid."""
-    yield from scan.optional("")  # skip leading space
-    return (yield from _value(scan, scan.emit_arguments))
-
-
 def _held(scan: Scanner) -> Reading[str]:
     """Read a value; "" if it is invalid or too long."""
     parts: list[str] = []
@@ -84,6 +79,7 @@ def _held(scan: Scanner) -> Reading[str]:
 
 
 def _value(scan: Scanner, take: Callable[[str], None]) -> Reading[bool]:
+    """Pass a value to `take` as it arrives. Return whether it is valid; an open call of an invalid one is given up."""
     value = JsonValue()
     while True:
         text = scan.rest

@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from starlette.responses import Response
@@ -28,7 +28,6 @@ from frontend.responses.types import ResponsesBody, StoredTurn, Turn, id_of
 from frontend.text.completion_request import MAX_REQUEST_BYTES
 from frontend.text.models import Models
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 _LISTED, _MAX_LISTED = 20, 100  # items per page
@@ -102,7 +101,7 @@ class ResponsesApi:
                 if num_bytes > MAX_REQUEST_BYTES:
                     problem = f"the referenced responses exceed {MAX_REQUEST_BYTES} bytes; reference fewer"
                     raise RequestError.at("input", problem)
-            return await self._run(request, num_bytes, turn.completed, stored, request)
+            return await self._run(request, num_bytes, partial(turn.completed, stored, request))
 
     async def _read(self, request: Request, request_context: RequestContext) -> Response:
         if request.query_params.get("stream") in ("true", "True", "1"):
@@ -122,24 +121,18 @@ class ResponsesApi:
         self, request: Request, request_context: RequestContext, part: Callable[[StoredTurn], object]
     ) -> Response:
         """Return a part of a stored response, whose memory stays reserved until it has been sent."""
-
-        def written(value: bytes) -> bytes:
-            return to_json(part(StoredTurn.of(value)))
-
         with ExitStack() as held:
             with self._request_contexts.audited(request):
                 value = await self._stored.get(tenant_of(request), request.path_params["id"], held)
-                body = await self._run(request, len(value), written, value)
+                body = await self._run(request, len(value), lambda: to_json(part(StoredTurn.of(value))))
             headers = await request_context.charge([])
             return HeldAnswer(body, headers, held.pop_all(), within_s=HTTP_ENDPOINT.message_s)
 
-    async def _run(
-        self, request: Request, num_bytes: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs
-    ) -> T:
+    async def _run(self, request: Request, num_bytes: int, work: Callable[[], T]) -> T:
         """Run `work` on `num_bytes` bytes: on another thread, unless they are few."""
         if num_bytes <= SMALL_BYTES:
-            return work(*args, **kwargs)
-        return await self._models.default.threads.run(client_of(request).key_id, work, *args, **kwargs)
+            return work()
+        return await self._models.default.threads.run(client_of(request).key_id, work)
 
 
 def _page(turn: StoredTurn, query: Mapping[str, str]) -> JSON:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
-from pydantic_core import PydanticCustomError
 
 from core.types.errors import RequestError
 from frontend.http.event_stream import JSON
-from frontend.openai.fields import UNSUPPORTED, Ignored, OpenAIObject
+from frontend.openai.fields import Ignored, OpenAIObject
 from frontend.openai.messages import (
     MAX_PARTS,
     CalledFunction,
@@ -25,24 +23,10 @@ from frontend.openai.messages import (
 from frontend.text.completion_request import MAX_MESSAGES, MAX_ROLE_CHARS
 
 MAX_ID_CHARS = 128
-_MAX_SHOWN = 64  # characters of a client's value in an error message
 _ID_PREFIX = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 REFERENCE = "item_reference"
 _NEEDED = {"message": ("role", "content"), "function_call": ("call_id", "name"),
            "function_call_output": ("call_id",), REFERENCE: ("id",)}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Kinds:
-    """Validator that rejects other values of `type` by name."""
-
-    taken: tuple[str, ...]
-
-    def __call__(self, value: str | None) -> str | None:
-        if value is not None and value not in self.taken:
-            context = {"value": value[:_MAX_SHOWN], "taken": ", ".join(self.taken)}
-            raise PydanticCustomError(UNSUPPORTED, "'{value}' is not supported; supported: {taken}", context)
-        return value
 
 
 def _output(value: Any) -> Any:

@@ -15,14 +15,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ParamSpec, Protocol, TypeVar
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 from redis.asyncio import Redis
 
 from core.identity.signing import SIGNATURE_BYTES, keyed_hash, signed, verified
 from core.index.redis_client import repaired
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 ENTRY_BYTES = 1024  # counted per entry beyond its value, so that the byte limit also bounds the number of entries
@@ -171,10 +171,10 @@ class RedisResponses:
     async def put(self, tenant: str, id: str, value: bytes) -> None:
         place = self._place(tenant, id)
         size, bounds = len(value) + ENTRY_BYTES, self._bounds
-        signed = await _run(len(value), self._sign, place, value)
+        stored = await _run(len(value), partial(signed, value, self._key, _bytes(place)))
         ttl_ms = round(bounds.ttl_s * 1e3)
         most = bounds.max_of_tenant, bounds.max_bytes
-        args = [self._name, self._now_ms(), *place, signed, size, ttl_ms, *most]
+        args = [self._name, self._now_ms(), *place, stored, size, ttl_ms, *most]
         client = self._large if len(value) > SMALL_BYTES else None
         tables, sums = self._tables
         entries = f"{self._name}:responses:of:{place[0]}"
@@ -194,7 +194,7 @@ class RedisResponses:
         """Return the value. None also if the signature is invalid."""
         place = self._place(tenant, id)
         found: Any = await self._large.get(self._key_of(place))
-        return await _run(len(found or b""), self._verify, place, found)
+        return await _run(len(found or b""), partial(self._verify, place, found))
 
     async def delete(self, tenant: str, id: str) -> bool:
         place = self._place(tenant, id)
@@ -203,9 +203,6 @@ class RedisResponses:
 
     def _key_of(self, place: tuple[str, str]) -> str:
         return "{}:response:{}:{}".format(self._name, *place)
-
-    def _sign(self, place: tuple[str, str], value: bytes) -> bytes:
-        return signed(value, self._key, _bytes(place))
 
     def _verify(self, place: tuple[str, str], found: bytes | None) -> bytes | None:
         return None if found is None else verified(found, self._key, _bytes(place))
@@ -218,11 +215,11 @@ class RedisResponses:
         return keyed_hash(self._key, *words, person=b"responses")
 
 
-async def _run(num_bytes: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+async def _run(num_bytes: int, work: Callable[[], T]) -> T:
     """Run `work`, which takes 5 ms per 4 MiB: on another thread if large. Large ones are limited by LargeTransfers."""
     if num_bytes <= SMALL_BYTES + SIGNATURE_BYTES:
-        return work(*args, **kwargs)
-    return await asyncio.to_thread(work, *args, **kwargs)
+        return work()
+    return await asyncio.to_thread(work)
 
 
 def _bytes(place: tuple[str, str]) -> bytes:

@@ -14,13 +14,14 @@ import msgspec
 from fastapi import Request
 from msgspec import Raw
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+from pydantic_core import PydanticCustomError
 
 from core.types.errors import RequestError, UnknownResponse
 from frontend.chat.chat import Chat
 from frontend.http.event_stream import JSON, to_json
 from frontend.http.request_contexts import GenerationBody, ParsedBody
 from frontend.openai.constraints import ResponseFormat
-from frontend.openai.fields import EMPTY, Ignored, Integer, Only, OpenAIObject, Unsupported
+from frontend.openai.fields import EMPTY, UNSUPPORTED, Ignored, Integer, Only, OpenAIObject, Unsupported
 from frontend.openai.messages import (
     MAX_TOOLS,
     FunctionAsTool,
@@ -32,11 +33,13 @@ from frontend.openai.messages import (
     ToolsAllowed,
 )
 from frontend.openai.types import ChatBody, TopLogprobs, reject_fields_of_others
-from frontend.responses.items import REFERENCE, Id, InputItem, Items, Kinds, messages_of, shown
+from frontend.responses.items import REFERENCE, Id, InputItem, Items, messages_of, shown
 from frontend.text.completion_request import MAX_REQUEST_BYTES, CompletionRequest
 
 _MAX_PAIRS = 16  # of metadata
 _MAX_KEY, _MAX_VALUE = 64, 512  # characters
+_FORMATS = ("text", "json_object", "json_schema")
+_MAX_TOLD = 64  # characters of a client's value in an error message
 _LOGPROBS = "message.output_text.logprobs"
 # Fields that a chat has under the same name.
 _SAME = ("model", "temperature", "top_p", "user", "tool_choice", "parallel_tool_calls", "seed", "top_k", "min_p",
@@ -62,8 +65,15 @@ class FunctionTool(OpenAIObject):
         return ToolGiven.model_construct(type="function", function=FunctionAsTool.model_construct(**fields))
 
 
+def _format_type(value: str) -> str:
+    if value not in _FORMATS:
+        context = {"value": value[:_MAX_TOLD], "formats": ", ".join(_FORMATS)}
+        raise PydanticCustomError(UNSUPPORTED, "'{value}' is not supported; supported: {formats}", context)
+    return value
+
+
 class TextFormat(OpenAIObject):
-    type: Annotated[str, AfterValidator(Kinds(("text", "json_object", "json_schema")))]
+    type: Annotated[str, AfterValidator(_format_type)]
     name: str | None = None
     description: str | None = None
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
@@ -248,7 +258,6 @@ def _shown(choice: str | ToolNamed | ToolsAllowed | None) -> str | JSON:
 MAX_REFERRED = 64  # responses referenced by the items of one body
 PREVIOUS = "previous_response_id"
 _ID = re.compile(r"[a-z]+_([0-9a-f]{32})_i?[0-9]{1,6}")  # item id, which contains that of its response
-_MAX_TOLD = 64
 
 
 class StoredTurn(msgspec.Struct):
