@@ -91,13 +91,6 @@ class ConversationBody(GenerationBody):
     def is_parallel(self) -> bool:
         return not (self.tool_choice and self.tool_choice.disable_parallel_tool_use)
 
-    @property
-    def format(self) -> tuple[str, JsonFormat] | None:
-        """The format that constrains the answer, with the name of its field."""
-        if self.output_config and self.output_config.format:
-            return "output_config.format", self.output_config.format
-        return ("output_format", self.output_format) if self.output_format else None
-
 
 class CountTokensBody(ConversationBody):
     """POST /v1/messages/count_tokens"""
@@ -143,7 +136,9 @@ class MessagesBody(ConversationBody):
 
     def requests(self, request_id: str, *, peer: str = "") -> list[CompletionRequest]:
         """Return the one request. Raises RequestError."""
-        chat, format = self.chat(), self.format
+        chat, format, format_field = self.chat(), self.output_format, "output_format"
+        if self.output_config and self.output_config.format:
+            format, format_field = self.output_config.format, "output_config.format"
         same = ("model", "max_tokens", "temperature", "top_p", "top_k", "seed", "cache_salt", "priority")
         fields = {name: value for name in same if (value := getattr(self, name)) is not None}
         if self.stop_sequences:
@@ -156,8 +151,8 @@ class MessagesBody(ConversationBody):
             fields["grammar"] = forced_grammar(chat.forced, self._functions, is_parallel=self.is_parallel)
             fields["grammar_field"] = "tools"
         elif format is not None:
-            fields["grammar"] = Grammar(kind=GrammarKind.JSON_SCHEMA, text=json.dumps(format[1].schema_))
-            fields["grammar_field"] = f"{format[0]}.schema"
+            fields["grammar"] = Grammar(kind=GrammarKind.JSON_SCHEMA, text=json.dumps(format.schema_))
+            fields["grammar_field"] = f"{format_field}.schema"
         return [CompletionRequest(id=request_id, peer=peer, prompt=chat, clamps_max_tokens=True, **fields)]
 
     @property

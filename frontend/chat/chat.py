@@ -37,7 +37,6 @@ class Chat:
 
     @cached_property
     def num_calls(self) -> int:
-        """Number of tool calls in all messages."""
         return sum(len(message.get("tool_calls", ())) for message in self.messages)
 
     @property

@@ -44,7 +44,6 @@ class OpenAIApi:
         }
 
     def add_to(self, app: FastAPI) -> None:
-        """Add the other endpoints."""
         for path, look in (
             ("/v1/models", self.models),
             ("/v1/models/{model_id:path}", self.model),

@@ -79,7 +79,6 @@ class CallReader:
         self._read()
 
     def fresh(self) -> CallReader:
-        """Return a reader in the initial state."""
         return CallReader(self._format, self._tools)
 
     @property
@@ -153,7 +152,6 @@ class Scanner:
         return False
 
     def all_text(self) -> Reading[None]:
-        """Emit all remaining text."""
         self._forget_taken()
         while not self.is_ended:
             self._emit_next(len(self.rest.rstrip()))

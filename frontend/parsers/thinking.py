@@ -57,7 +57,6 @@ class ThinkingReader:
         self.is_unopened = False  # a closing tag without an opening one: all text before it is thinking
 
     def fresh(self) -> ThinkingReader:
-        """Return a reader in the initial state."""
         return ThinkingReader(self._tags, self._start, calls=self._marks[1:], first=self._first)
 
     def behind_call(self) -> ThinkingReader:

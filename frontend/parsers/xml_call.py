@@ -91,7 +91,7 @@ def _parameters(scan: Scanner, tags: XmlTags, types: _Types) -> Reading[bool]:
                 text = _as_json(value, kinds)
             else:  # the answer ends here; to read the value again would be quadratic
                 begun = _take_begun(scan, tags.value_end, padding=tags.padding).removeprefix(tags.padding)
-                text = begun__as_json(begun, kinds)
+                text = _begun_as_json(begun, kinds)
             scan.emit_arguments(head + text)
         if not (yield from scan.optional(tags.value_end)):
             return False
@@ -149,7 +149,7 @@ def _value(scan: Scanner, depth: int) -> Reading[bool]:
     if word:
         scan.emit_arguments(_as_json(word, _BY_JSON))
     elif scan.is_ended and not any(end in scan.rest for end in _ENDS):
-        scan.emit_arguments(begun__as_json(_take_begun(scan, *_ENDS), _BY_JSON))
+        scan.emit_arguments(_begun_as_json(_take_begun(scan, *_ENDS), _BY_JSON))
     return bool(word)
 
 
@@ -212,7 +212,7 @@ def _as_json(value: str, types: set[str]) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def begun__as_json(value: str, types: set[str]) -> str:
+def _begun_as_json(value: str, types: set[str]) -> str:
     """Return the beginning of a value as the beginning of JSON."""
     text = value.strip()
     is_json = "string" not in types and JsonValue().feed(text) == len(text)

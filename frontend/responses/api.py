@@ -48,7 +48,6 @@ class ResponsesApi:
         return {"/v1/responses": self.create}
 
     def add_to(self, app: FastAPI) -> None:
-        """Add the other endpoints."""
         for path, method, endpoint in (
             ("/v1/responses/{id}", "GET", self._read),
             ("/v1/responses/{id}", "DELETE", self._delete),

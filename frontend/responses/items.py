@@ -106,7 +106,6 @@ class InputItem(OpenAIObject):
 
     @property
     def function(self) -> CalledFunction:
-        """The called function."""
         given = {"input": self.input, "action": self.action, "operation": self.operation}
         made = json.dumps({name: value for name, value in given.items() if value is not None}, ensure_ascii=False)
         name = self.name or (self.type or "").removesuffix("_call")
