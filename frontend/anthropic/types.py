@@ -20,6 +20,8 @@ from frontend.openai.fields import Ignored, Integer, OpenAIObject, Unsupported
 from frontend.openai.messages import ChatSettings, FunctionAsTool, ThinkingGiven, ToolGiven
 from frontend.text.completion_request import MAX_STOP_CHARS, MAX_STOPS, MAX_USER_CHARS, CompletionRequest
 
+_Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+
 
 class JsonFormat(OpenAIObject):
     type: Literal["json_schema"]
@@ -105,13 +107,7 @@ class MessagesBody(ConversationBody):
     max_tokens: Integer
     """Maximum number of tokens of the answer, including thinking. Clamped to the rest of the context."""
     stream: bool | None = None
-    stop_sequences: (
-        Annotated[
-            list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]],
-            Field(fail_fast=True, max_length=MAX_STOPS),
-        ]
-        | None
-    ) = None
+    stop_sequences: Annotated[list[_Stop], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
     """The text ends before the first match."""
     temperature: float | None = None
     """0 means greedy decoding. Default, as of `top_p` and `top_k`: the model's; see /v1/chat/completions."""

@@ -37,7 +37,9 @@ from frontend.responses.items import REFERENCE, Id, InputItem, Items, messages_o
 from frontend.text.completion_request import MAX_REQUEST_BYTES, CompletionRequest
 
 _MAX_PAIRS = 16  # of metadata
-_MAX_KEY, _MAX_VALUE = 64, 512  # characters
+_Key = Annotated[str, Field(max_length=64)]
+_Value = Annotated[str, Field(max_length=512)]
+_AS_IN_A_CHAT: Any = Field(default=None, description="Extension; see /v1/chat/completions.")
 _FORMATS = ("text", "json_object", "json_schema")
 _MAX_TOLD = 64  # characters of a client's value in an error message
 _LOGPROBS = "message.output_text.logprobs"
@@ -135,39 +137,20 @@ class ResponsesBody(GenerationBody):
     """`message.output_text.logprobs`; other values have no effect."""
     top_logprobs: TopLogprobs | None = None
     """Return this many of the most likely tokens beside each token of the text."""
-    metadata: (
-        Annotated[
-            dict[
-                Annotated[str, Field(max_length=_MAX_KEY)],
-                Annotated[str, Field(max_length=_MAX_VALUE)],
-            ],
-            Field(max_length=_MAX_PAIRS),
-        ]
-        | None
-    ) = None
+    metadata: Annotated[dict[_Key, _Value], Field(max_length=_MAX_PAIRS)] | None = None
     """Returned with the response. At most 16 pairs; keys of 64, values of 512 characters."""
     user: str | None = None
     """Id of the end user. Users of a tenant share its capacity fairly."""
-    seed: Integer | None = None
-    """Extension; see /v1/chat/completions."""
-    top_k: Integer | None = None
-    """Extension; see /v1/chat/completions."""
-    min_p: float | None = None
-    """Extension; see /v1/chat/completions."""
-    presence_penalty: float | None = None
-    """Extension; see /v1/chat/completions."""
-    frequency_penalty: float | None = None
-    """Extension; see /v1/chat/completions."""
-    repetition_penalty: float | None = None
-    """Extension; see /v1/chat/completions."""
-    cache_salt: str | None = None
-    """Extension; see /v1/chat/completions."""
-    priority: Integer | None = None
-    """Extension; see /v1/chat/completions."""
-    chat_template_kwargs: dict[str, Any] | None = None
-    """Extension; see /v1/chat/completions."""
-    thinking_token_budget: Integer | None = None
-    """Extension; see /v1/chat/completions."""
+    seed: Integer | None = _AS_IN_A_CHAT
+    top_k: Integer | None = _AS_IN_A_CHAT
+    min_p: float | None = _AS_IN_A_CHAT
+    presence_penalty: float | None = _AS_IN_A_CHAT
+    frequency_penalty: float | None = _AS_IN_A_CHAT
+    repetition_penalty: float | None = _AS_IN_A_CHAT
+    cache_salt: str | None = _AS_IN_A_CHAT
+    priority: Integer | None = _AS_IN_A_CHAT
+    chat_template_kwargs: dict[str, Any] | None = _AS_IN_A_CHAT
+    thinking_token_budget: Integer | None = _AS_IN_A_CHAT
     background: Annotated[bool | None, AfterValidator(Only((False,)))] = None
     stream_options: Ignored = None
     max_tool_calls: Ignored = None
