@@ -41,7 +41,7 @@ def llama3_json(scan: Scanner) -> Reading[None]:
 
 def generic(scan: Scanner) -> Reading[None]:
     """[{"name": …, "arguments": {…}}, …] or one such object, at the beginning of the answer or of a line, and possibly
-    in a fence: the format that frontend.chat.tools_as_text asks for."""
+    in a fence: the format that frontend.chat.history.tools_as_text asks for."""
     fence = "```" if (yield from scan.optional("```json")) or (yield from scan.optional("```")) else ""
     bracket = "[" if (yield from scan.optional("[")) else "{" if (yield from scan.optional("{")) else ""
     opening = fence + bracket if bracket else ""

@@ -39,7 +39,11 @@ class Frame:
 
 def harmony(scan: Scanner) -> Reading[None]:
     """Read messages. Text without a header continues a message to the user."""
-    channel, name = yield from _header(scan)
+    channel, name = "final", ""
+    for beginning in (_CHANNEL, "to=", _START):  # of the first header, whose beginning is in the prompt
+        if (yield from scan.next_is(beginning)):
+            channel, name = yield from _named(scan)
+            break
     has_begun = {True: False, False: False}  # by whether a message is thinking
     is_more = True
     while is_more:
@@ -67,14 +71,6 @@ HARMONY = Frame(
     markers=(*_ENDS, _CHANNEL, _MESSAGE, "<|constrain|>"),
     ends=("<|return|>", "<|call|>"),
 )
-
-
-def _header(scan: Scanner) -> Reading[tuple[str, str]]:
-    """Read the first header, whose beginning is in the prompt."""
-    for beginning in (_CHANNEL, "to=", _START):
-        if (yield from scan.next_is(beginning)):
-            return (yield from _named(scan))
-    return "final", ""
 
 
 def _named(scan: Scanner) -> Reading[tuple[str, str]]:

@@ -60,5 +60,8 @@ class FakeResponses:
             del self._of_tenant[tenant], self._num_bytes[tenant]
 
 
-def in_memory_responses(bounds: StoreBounds = StoreBounds(max_bytes=64 * 2**20, ttl_s=86_400.0)) -> StoredResponses:  # noqa: B008
+_ROOMY = StoreBounds(max_bytes=64 * 2**20, ttl_s=86_400.0)
+
+
+def in_memory_responses(bounds: StoreBounds = _ROOMY) -> StoredResponses:
     return StoredResponses(FakeResponses(bounds), bounds)
