@@ -63,7 +63,7 @@ def _biases(value: Any) -> Biases:
 def _strings(value: Any) -> Any:
     if not isinstance(value, str | list):
         raise ValueError("must be a string or a list of strings")
-    return (value,) if isinstance(value, str) else tuple(value)
+    return [value] if isinstance(value, str) else value
 
 
 class StreamOptions(OpenAIObject):
@@ -86,7 +86,7 @@ class _Sampled(GenerationBody):
     frequency_penalty: float | None = None
     seed: Integer | None = None
     """Default: random, once per request. Choice i of n uses a seed derived from this one."""
-    stop: Annotated[tuple[str, ...], BeforeValidator(_strings)] | None = None
+    stop: Annotated[list[str], BeforeValidator(_strings)] | None = None
     """A string or a list of strings. The text ends before the first match."""
     n: Integer | None = None
     """Number of choices; they share the prompt's KV cache. With several prompts, 64 choices run at a time. If several
@@ -103,15 +103,15 @@ class _Sampled(GenerationBody):
     """Extension. Applied to tokens of prompt and answer, as in transformers."""
     min_tokens: Integer | None = None
     """Extension: no stop token is sampled, and no stop string matches, before this many tokens."""
-    stop_token_ids: tuple[Integer, ...] | None = None
+    stop_token_ids: list[Integer] | None = None
     """Extension: additional tokens that end the answer."""
     logit_bias: Annotated[Biases, PlainValidator(_biases, json_schema_input_type=dict[str, float])] | None = None
     """Map from token id to a bias added to its logit. Reported logprobs exclude it, as well as `allowed_token_ids` and
     `bad_words`."""
-    allowed_token_ids: tuple[Integer, ...] | None = None
+    allowed_token_ids: list[Integer] | None = None
     """Extension: only these tokens are sampled. Unless they include an end-of-sequence token, the answer ends by
     length or another stop condition."""
-    bad_words: tuple[str, ...] | None = None
+    bad_words: list[str] | None = None
     """Extension: words banned from the answer, in the tokenization at the beginning of a text and after a space."""
     ignore_eos: bool | None = None
     """Extension: end-of-sequence tokens of the model do not end the answer."""
@@ -180,10 +180,12 @@ class _Sampled(GenerationBody):
             raise UnsupportedField.at("prompt_logprobs", "cannot be combined with stream: true")
         same = ("model", "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "n", "top_k", "min_p",
                 "repetition_penalty", "min_tokens", "logit_bias", "ignore_eos", "skip_special_tokens", "priority",
-                "user", "cache_salt", "truncate_prompt_tokens", "add_special_tokens", "prompt_logprobs", "stop",
-                "stop_token_ids", "allowed_token_ids", "bad_words")  # fmt: skip
+                "user", "cache_salt", "truncate_prompt_tokens", "add_special_tokens", "prompt_logprobs")  # fmt: skip
         fields = {name: getattr(self, name) for name in same}
         fields["include_stop"] = self.include_stop_str_in_output
+        fields["stop"] = None if self.stop is None else tuple(self.stop)
+        for name in ("stop_token_ids", "allowed_token_ids", "bad_words"):
+            fields[name] = None if (given := getattr(self, name)) is None else tuple(given)
         fields |= self._thinking() | grammar_of(self.response_format, self.structured_outputs)
         return {name: value for name, value in fields.items() if value is not None}
 
