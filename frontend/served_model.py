@@ -21,8 +21,7 @@ from core.trace.traffic import ShownDecision, TrafficAnswer, TrafficReport
 from core.types.request import Role
 from core.types.revisions import RevisionTable
 from frontend.admin.admin_server import AdminServer
-from frontend.chat.chat_template import ChatTemplate
-from frontend.chat.template_files import find_chat_template
+from frontend.chat.chat_template import ChatTemplate, find_chat_template
 from frontend.text.completion import Completions
 from frontend.text.completion_request import MAX_CHOICES, ModelCard
 from frontend.text.sampling_defaults import generation_config_dir, sampling_defaults

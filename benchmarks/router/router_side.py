@@ -19,8 +19,7 @@ from core.spec.schema import TracingSpec
 from core.types.request import Role
 from core.wire.rank_server import RankHost
 from frontend.access.access import Access
-from frontend.chat.chat_template import ChatTemplate
-from frontend.chat.template_files import find_chat_template
+from frontend.chat.chat_template import ChatTemplate, find_chat_template
 from frontend.grpc.api import open_grpc_api
 from frontend.http.app import create_app
 from frontend.http.connections import HTTP_ENDPOINT, HttpListener

@@ -141,8 +141,7 @@ def _drafts(methods: list[str], source: str | None, model: str, model_dir: Path)
 
 def read_prompts(path: Path, model_dir: Path) -> list[list[int]]:
     """Return token ids of each line's prompt, or of its messages with the model's chat template. Raises SpecError."""
-    from frontend.chat.chat_template import ChatTemplate
-    from frontend.chat.template_files import find_chat_template
+    from frontend.chat.chat_template import ChatTemplate, find_chat_template
     from frontend.text.tokenizer import Tokenizer
 
     try:

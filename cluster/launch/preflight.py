@@ -51,8 +51,7 @@ def check_model(spec: Spec, say: Callable[[str], None]) -> None:
     from core.model import source as model_source
     from core.model.draft_heads import load_heads
     from core.model.draft_source import check_same_tokens, draft_source
-    from frontend.chat.chat_template import ChatTemplate
-    from frontend.chat.template_files import find_chat_template
+    from frontend.chat.chat_template import ChatTemplate, find_chat_template
     from frontend.text.sampling_defaults import sampling_defaults
 
     model_dir = model_source.resolve(spec.model.source, progress=say)

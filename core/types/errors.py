@@ -39,6 +39,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Self
 
 
 class ClusterError(Exception):
@@ -106,6 +107,11 @@ class RequestError(ClusterError):
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+
+    @classmethod
+    def at(cls, param: str, problem: str) -> Self:
+        """Create the error of one field, whose name begins the message."""
+        return cls(f"{param}: {problem}", param=param)
 
 
 class UnknownModel(RequestError):

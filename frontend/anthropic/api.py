@@ -38,10 +38,7 @@ class AnthropicApi:
         opened = await self._opener.open(parsed, request, request_context)
         headers = {**await request_context.charge(opened), **also_ignored(parsed.ignored, opened[0].ignored)}
         answer = AnthropicAnswer(
-            id=f"msg_{request.state.request_id}",
-            model=opened[0].model_name,
-            completion=opened[0],
-            hides_thinking=parsed.body.hides_thinking,
+            id=f"msg_{request.state.request_id}", completion=opened[0], hides_thinking=parsed.body.hides_thinking
         )
         if parsed.body.stream:
             return self._request_contexts.stream(request, answer.events(), headers)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr
@@ -21,7 +20,7 @@ from frontend.openai.messages import (
     ContentPart,
     FunctionAsTool,
     FunctionName,
-    ToolGiven,
+    MessageDraft,
     as_parts,
     placeholder,
 )
@@ -147,9 +146,9 @@ class AnthropicMessage(OpenAIObject):
         Annotated[list[ContentBlock], Field(fail_fast=True, max_length=MAX_PARTS)], BeforeValidator(as_parts)
     ]
 
-    def turns(self, path: str) -> Iterator[_Turn]:
+    def turns(self, path: str) -> Iterator[MessageDraft]:
         """Yield the message's turns, in order; each tool result becomes a separate turn. Raises RequestError."""
-        turn = _Turn(self.role, path)
+        turn = MessageDraft(self.role, path)
         for number, block in enumerate(self.content):
             if self.role == "assistant" and block.skipped:
                 continue
@@ -158,14 +157,14 @@ class AnthropicMessage(OpenAIObject):
             if block.kind == "tool_result":
                 if turn.has_content:
                     yield turn
-                    turn = _Turn(self.role, path)
+                    turn = MessageDraft(self.role, path)
                 parts = [_part(one.in_result) for one in block.content or ()]
-                yield _Turn("tool", place, parts=parts, answered=block.tool_use_id)
+                yield MessageDraft("tool", place, parts, answered=block.tool_use_id)
             else:
-                turn.add(block)
+                _add(block, turn)
         if len(turn.calls) > MAX_CALLS:
-            text = f"{path}.content: has {len(turn.calls)} tool_use blocks; at most {MAX_CALLS} are accepted"
-            raise RequestError(text, param=f"{path}.content")
+            problem = f"has {len(turn.calls)} tool_use blocks; at most {MAX_CALLS} are accepted"
+            raise RequestError.at(f"{path}.content", problem)
         if turn.has_content or not self.content:
             yield turn
 
@@ -176,59 +175,30 @@ AnthropicMessages = Annotated[list[AnthropicMessage], Field(fail_fast=True, max_
 def chat_messages(system: Sequence[TextBlock] | None, messages: Sequence[AnthropicMessage]) -> list[ChatMessage]:
     """Convert a conversation; consecutive messages of one role are merged. Raises RequestError."""
     parts = [_part(one.shown) for one in system or () if one.shown]
-    turns = [_Turn("system", "system", parts=parts)] if parts else []
+    turns = [MessageDraft("system", "system", parts)] if parts else []
     for number, message in enumerate(messages):
         for turn in message.turns(f"messages[{number}]"):
             if turns and turns[-1].role == turn.role != "tool":
-                turns[-1].join(turn)
+                turns[-1].parts += turn.parts
+                turns[-1].thoughts += turn.thoughts
+                turns[-1].calls += turn.calls
             else:
                 turns.append(turn)
     if turns and turns[-1].calls:
-        raise RequestError("messages: a tool_use must be followed by its tool_result", param="messages")
+        raise RequestError.at("messages", "a tool_use must be followed by its tool_result")
     return [turn.message() for turn in turns]
 
 
-@dataclass
-class _Turn:
-    """Chat message under construction."""
-
-    role: str
-    path: str
-    parts: list[ContentPart] = field(default_factory=list)
-    thoughts: list[str] = field(default_factory=list)
-    calls: list[CallInHistory] = field(default_factory=list)
-    answered: str | None = None  # id of the answered call
-
-    @property
-    def has_content(self) -> bool:
-        return bool(self.parts or self.thoughts or self.calls)
-
-    def add(self, block: ContentBlock) -> None:
-        if block.type == "text":
-            self.parts.append(_part(block.text))
-        elif block.type == "thinking":
-            self.thoughts.append(block.thinking or "")
-        elif block.kind == "tool_use":
-            function = CalledFunction(name=block.name or "", arguments=block.input)
-            self.calls.append(CallInHistory(id=block.id, function=function))
-        elif block.type not in _BLOCKS:
-            self.parts.append(_part(block.in_result))
-
-    def join(self, more: _Turn) -> None:
-        self.parts += more.parts
-        self.thoughts += more.thoughts
-        self.calls += more.calls
-
-    def message(self) -> ChatMessage:
-        message = ChatMessage.model_construct(
-            role=self.role,
-            content=None if self.calls and not self.parts else self.parts,
-            tool_calls=self.calls or None,
-            tool_call_id=self.answered,
-            reasoning_content="\n".join(self.thoughts) if self.thoughts else None,
-        )
-        message._path = self.path
-        return message
+def _add(block: ContentBlock, turn: MessageDraft) -> None:
+    if block.type == "text":
+        turn.parts.append(_part(block.text))
+    elif block.type == "thinking":
+        turn.thoughts.append(block.thinking or "")
+    elif block.kind == "tool_use":
+        function = CalledFunction(name=block.name or "", arguments=block.input)
+        turn.calls.append(CallInHistory(id=block.id, function=function))
+    elif block.type not in _BLOCKS:
+        turn.parts.append(_part(block.in_result))
 
 
 class AnthropicTool(OpenAIObject):
@@ -246,11 +216,10 @@ class AnthropicTool(OpenAIObject):
     def skipped(self) -> str:
         return "" if self.type in (None, "custom") else str(self.type)
 
-    def given(self) -> ToolGiven:
-        function = FunctionAsTool(
+    def function(self) -> FunctionAsTool:
+        return FunctionAsTool(
             name=self.name, description=self.description, parameters=self.input_schema, strict=self.strict
         )
-        return ToolGiven(type="function", function=function)
 
 
 AnthropicTools = Annotated[list[AnthropicTool], Field(fail_fast=True, max_length=MAX_TOOLS)]
@@ -265,21 +234,19 @@ class AnthropicToolChoice(OpenAIObject):
         """Return the name of the tool that must be called, "" for any, or None if no call is required. Raises
         RequestError."""
         if self.type == "tool" and not self.name:
-            raise RequestError("tool_choice.name: required for type tool", param="tool_choice.name")
+            raise RequestError.at("tool_choice.name", "required for type tool")
         return {"any": "", "tool": self.name}.get(self.type)
 
 
 def _check(block: ContentBlock, role: str, path: str) -> None:
     if block.skipped:
-        text = f"{path}.type: blocks of type {block.type[:64]!r} are not supported"
-        raise UnsupportedField(text, param=f"{path}.type")
+        raise UnsupportedField.at(f"{path}.type", f"blocks of type {block.type[:64]!r} are not supported")
     if block.type not in _BLOCKS:
         return  # has text, such as a document or a search result
     if block.type not in _BLOCKS_OF[role]:
-        text = f"{path}.type: {block.type} is not allowed in a message of role {role}"
-        raise RequestError(text, param=f"{path}.type")
+        raise RequestError.at(f"{path}.type", f"{block.type} is not allowed in a message of role {role}")
     if (name := _NEEDED.get(block.type)) and getattr(block, name) is None:
-        raise RequestError(f"{path}.{name}: required", param=f"{path}.{name}")
+        raise RequestError.at(f"{path}.{name}", "required")
 
 
 def _part(text: str | None) -> ContentPart:

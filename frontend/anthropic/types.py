@@ -17,8 +17,10 @@ from frontend.chat.chat import Chat
 from frontend.http.request_contexts import GenerationBody
 from frontend.openai.constraints import forced_grammar
 from frontend.openai.fields import Ignored, Integer, OpenAIObject, Unsupported
-from frontend.openai.messages import ChatSettings, ThinkingGiven, ToolGiven
+from frontend.openai.messages import ChatSettings, FunctionAsTool, ThinkingGiven, ToolGiven
 from frontend.text.completion_request import MAX_STOP_CHARS, MAX_STOPS, MAX_USER_CHARS, CompletionRequest
+
+_Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
 class JsonFormat(OpenAIObject):
@@ -73,7 +75,7 @@ class ConversationBody(GenerationBody):
             continue_final_message=bool(messages) and messages[-1].role == "assistant",
             reasoning_effort=self.output_config.effort if self.output_config else None,
             thinking=self.thinking,
-            tools=self._tools,
+            tools=[ToolGiven(function=function) for function in self._functions],
         )
         chat = settings.chat(
             messages,
@@ -84,19 +86,12 @@ class ConversationBody(GenerationBody):
         return replace(chat, effort_field="output_config.effort")
 
     @property
-    def _tools(self) -> list[ToolGiven]:
-        return [tool.given() for tool in self.tools or () if not tool.skipped]
+    def _functions(self) -> list[FunctionAsTool]:
+        return [tool.function() for tool in self.tools or () if not tool.skipped]
 
     @property
     def is_parallel(self) -> bool:
         return not (self.tool_choice and self.tool_choice.disable_parallel_tool_use)
-
-    @property
-    def format(self) -> tuple[str, JsonFormat] | None:
-        """The format that constrains the answer, with the name of its field."""
-        if self.output_config and self.output_config.format:
-            return "output_config.format", self.output_config.format
-        return ("output_format", self.output_format) if self.output_format else None
 
 
 class CountTokensBody(ConversationBody):
@@ -112,13 +107,7 @@ class MessagesBody(ConversationBody):
     max_tokens: Integer
     """Maximum number of tokens of the answer, including thinking. Clamped to the rest of the context."""
     stream: bool | None = None
-    stop_sequences: (
-        Annotated[
-            list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]],
-            Field(fail_fast=True, max_length=MAX_STOPS),
-        ]
-        | None
-    ) = None
+    stop_sequences: Annotated[list[_Stop], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
     """The text ends before the first match."""
     temperature: float | None = None
     """0 means greedy decoding. Default, as of `top_p` and `top_k`: the model's; see /v1/chat/completions."""
@@ -143,22 +132,23 @@ class MessagesBody(ConversationBody):
 
     def requests(self, request_id: str, *, peer: str = "") -> list[CompletionRequest]:
         """Return the one request. Raises RequestError."""
-        chat, format = self.chat(), self.format
+        chat, format, format_field = self.chat(), self.output_format, "output_format"
+        if self.output_config and self.output_config.format:
+            format, format_field = self.output_config.format, "output_config.format"
         same = ("model", "max_tokens", "temperature", "top_p", "top_k", "seed", "cache_salt", "priority")
         fields = {name: value for name in same if (value := getattr(self, name)) is not None}
         if self.stop_sequences:
             fields["stop"] = tuple(self.stop_sequences)
         if self.metadata and self.metadata.user_id:
             fields["user"] = self.metadata.user_id
-        if self.thinking and self.thinking.thinks and self.thinking.budget_tokens is not None:
-            fields["thinking_token_budget"] = self.thinking.budget_tokens
-            fields["thinking_field"] = "thinking.budget_tokens"
+        if self.thinking:
+            fields |= self.thinking.budget_fields
         if chat.forced is not None:
-            fields["grammar"] = forced_grammar(chat.forced, self._tools, is_parallel=self.is_parallel)
+            fields["grammar"] = forced_grammar(chat.forced, self._functions, is_parallel=self.is_parallel)
             fields["grammar_field"] = "tools"
         elif format is not None:
-            fields["grammar"] = Grammar(kind=GrammarKind.JSON_SCHEMA, text=json.dumps(format[1].schema_))
-            fields["grammar_field"] = f"{format[0]}.schema"
+            fields["grammar"] = Grammar(kind=GrammarKind.JSON_SCHEMA, text=json.dumps(format.schema_))
+            fields["grammar_field"] = f"{format_field}.schema"
         return [CompletionRequest(id=request_id, peer=peer, prompt=chat, clamps_max_tokens=True, **fields)]
 
     @property

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, NoReturn
+from typing import Any
 
 from core.types.errors import RequestError
 from frontend.parsers.formats import named_id
@@ -40,19 +40,17 @@ class CallShape:
     def of(cls, render: Callable[[Sequence[Mapping[str, Any]]], str | None]) -> CallShape:
         """Return the form that the template renders best. render: returns None if the template rejects the messages."""
         shapes = [cls(has_objects, no_content=content) for has_objects, content in product((True, False), (None, ""))]
-        texts = [render(_conversation(_ARGUMENTS if shape.has_objects else '{"probe": "b"}', shape.no_content))
-                 for shape in shapes]  # fmt: skip
-        best = max(zip(shapes, texts, strict=True), key=lambda candidate: _how_well(candidate[1]))[0]
-        broken = render(_conversation(_BROKEN, best.no_content))
-        arguments = _ARGUMENTS if best.has_objects else '{"probe": "b"}'
-        plain = render(_conversation(arguments, best.no_content))
-        called = render(_conversation(arguments, best.no_content)[:2]) or ""
+        best = max(shapes, key=lambda shape: _how_well(render(shape._probe())))
+        broken, called = render(_conversation(_BROKEN, best.no_content)), render(best._probe()[:2]) or ""
         return replace(
             best,
             takes_text=not best.has_objects or "probe" in (broken or ""),
-            takes_any_id=render(_conversation(arguments, best.no_content, id=_LONG_ID)) is not None or plain is None,
+            takes_any_id=render(best._probe(id=_LONG_ID)) is not None or render(best._probe()) is None,
             takes_named_ids=(_NINE in called and _NAME not in called) or named_id(_NAME, 0) in called,
         )
+
+    def _probe(self, *, id: str = _NINE) -> list[dict[str, Any]]:
+        return _conversation(_ARGUMENTS if self.has_objects else json.dumps(_ARGUMENTS), self.no_content, id=id)
 
     def check(self, message: Mapping[str, Any], path: str) -> None:
         """Check the size of the arguments. path: name of the message in the client's body. Raises RequestError."""
@@ -135,23 +133,23 @@ def object_of(text: str, param: str) -> dict[str, Any]:
     """Parse a JSON object sent by a client; empty text counts as an empty object. Raises RequestError."""
     check_size(text, param)
     if (value := object_or_none(text)) is None:
-        raise RequestError(f"{param}: must be a JSON object, encoded as a string", param=param)
+        raise RequestError.at(param, "must be a JSON object, encoded as a string")
     return value
 
 
 def check_size(text: str, param: str) -> None:
     """Check the bounds of a JSON object. Raises RequestError."""
     if len(text) > _MAX_CHARS:
-        raise RequestError(f"{param}: at most {_MAX_CHARS} characters are accepted", param=param)
+        raise RequestError.at(param, f"at most {_MAX_CHARS} characters are accepted")
     bare = _STRING.sub("", text)
     if sum(map(bare.count, ",[{")) > _MAX_VALUES:
-        raise RequestError(f"{param}: at most {_MAX_VALUES} values are accepted", param=param)
+        raise RequestError.at(param, f"at most {_MAX_VALUES} values are accepted")
 
 
 def object_or_none(text: str) -> dict[str, Any] | None:
     """Return a JSON object, or None for other text. Empty text and null count as an empty object."""
     try:
-        value = json.loads(text, parse_constant=_reject, parse_float=_finite) if text.strip() else {}
+        value = json.loads(text, parse_constant=_finite, parse_float=_finite) if text.strip() else {}
         if "\\u" in text:  # reject lone surrogates
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
@@ -160,10 +158,6 @@ def object_or_none(text: str) -> dict[str, Any] | None:
 
 
 def _finite(number: str) -> float:
-    if math.isinf(value := float(number)):
-        raise ValueError(f"{number} exceeds the range of a number")
+    if not math.isfinite(value := float(number)):
+        raise ValueError(f"{number} is not JSON, or exceeds the range of a number")
     return value
-
-
-def _reject(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not JSON")

@@ -37,7 +37,6 @@ class Chat:
 
     @cached_property
     def num_calls(self) -> int:
-        """Number of tool calls in all messages."""
         return sum(len(message.get("tool_calls", ())) for message in self.messages)
 
     @property
@@ -63,11 +62,8 @@ def _texts(message: Message) -> Iterator[str]:
 
 
 def opens_answer(add_generation_prompt: bool | None, *, is_continued: bool) -> bool:
-    """Return whether the prompt ends where an answer begins. add_generation_prompt: set by the client.
-
-    Raises RequestError.
-    """
+    """Return whether the prompt ends where an answer begins. Raises RequestError."""
     if is_continued and add_generation_prompt:
-        text = "continue_final_message: cannot be combined with add_generation_prompt, which begins a new answer"
-        raise RequestError(text, param="continue_final_message")
+        problem = "cannot be combined with add_generation_prompt, which begins a new answer"
+        raise RequestError.at("continue_final_message", problem)
     return not is_continued if add_generation_prompt is None else add_generation_prompt

@@ -9,18 +9,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 from jinja2 import Template, TemplateError, TemplateSyntaxError, meta
 from jinja2.exceptions import SecurityError
 
+from core.model.settings import read_object
+from core.model.tokenizer_file import TEKKEN, tekken_format
 from core.types.errors import ClusterError, RequestError, SpecError
 from frontend.chat.call_shape import CallShape
 from frontend.chat.content_parts import ContentParts
-from frontend.chat.history import ALTERNATING, INSTRUCTIONS, History, Message
-from frontend.chat.template_files import DEFAULT, WITH_TOOLS
+from frontend.chat.history import ALTERNATING, INSTRUCTIONS, History, Message, tools_as_text
 from frontend.chat.template_sandbox import MAX_TEXT_CHARS, environment
-from frontend.chat.tools_as_text import tools_as_text
 
 MAX_TEMPLATE_CHARS = 256 * 1024  # the longest in use are about 20 KiB
 
@@ -34,6 +35,7 @@ _SWITCHES = ("enable_thinking", "thinking", "reasoning")  # boolean template var
 EFFORT = "reasoning_effort"  # a template variable as well
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _OF_GPT_OSS = "<|channel|>", ("low", "medium", "high")  # a mark in its template, which prints any effort; its efforts
+_DEFAULT, _WITH_TOOLS = "default", "tool_use"  # names of templates, as in transformers
 _TAG = "CONTINUE-HERE-7c1f "  # appended to the last message to find where the answer continues it
 
 
@@ -43,8 +45,8 @@ class ChatTemplate:
     def __init__(self, source: str | Mapping[str, str] | None, *, special_tokens: Mapping[str, str]) -> None:
         """source: several templates by name: `tool_use` renders chats with tools or calls, `default` the others. None:
         the model has no template, and conversations are rejected. Raises SpecError."""
-        named = {DEFAULT: source} if isinstance(source, str) else dict(source or {})
-        default = named.get(DEFAULT, next(iter(named.values()), None))
+        named = {_DEFAULT: source} if isinstance(source, str) else dict(source or {})
+        default = named.get(_DEFAULT, next(iter(named.values()), None))
         self._special_tokens = dict(special_tokens)
         self._template: Template | None = None
         self._with_tools: ChatTemplate | None = None
@@ -61,15 +63,14 @@ class ChatTemplate:
         self._history = History()
         if default is None:
             return
-        if WITH_TOOLS in named and named[WITH_TOOLS] != default:
-            self._with_tools = ChatTemplate(named[WITH_TOOLS], special_tokens=special_tokens)
+        if _WITH_TOOLS in named and named[_WITH_TOOLS] != default:
+            self._with_tools = ChatTemplate(named[_WITH_TOOLS], special_tokens=special_tokens)
         self._compile(default)
 
     def _compile(self, source: str) -> None:
         if len(source) > MAX_TEMPLATE_CHARS:
-            raise SpecError(
-                f"the chat template has {len(source)} characters; at most {MAX_TEMPLATE_CHARS} are accepted"
-            )
+            limit = f"at most {MAX_TEMPLATE_CHARS} are accepted"
+            raise SpecError(f"the chat template has {len(source)} characters; {limit}")
         try:
             self._template = environment().from_string(source)
         except TemplateSyntaxError as error:
@@ -127,12 +128,10 @@ class ChatTemplate:
         if self._template is None:
             raise RequestError("this model has no chat template; send a prompt to /v1/completions", param="messages")
         if not messages:
-            raise RequestError("messages: must not be empty", param="messages")
+            raise RequestError.at("messages", "must not be empty")
         if tools and not self.knows_tools and not writes_tools:
-            text = (
-                "tools: not supported by this model's chat template; the operator can set model.tool_parser to generic"
-            )
-            raise RequestError(text, param="tools")
+            problem = "not supported by this model's chat template; the operator can set model.tool_parser to generic"
+            raise RequestError.at("tools", problem)
         if self._with_tools and not writes_tools and (tools or any("tool_calls" in message for message in messages)):
             return self._with_tools.render(messages, variables=variables, tools=tools, opens_answer=opens_answer,
                                            is_continued=is_continued, paths=paths)  # fmt: skip
@@ -177,56 +176,45 @@ class ChatTemplate:
 
     def _check_roles(self, messages: Sequence[Message], paths: Sequence[str]) -> None:
         """Raise RequestError for a role that the template would drop silently."""
-        unknown = dict[str, int]()
-        for number, message in enumerate(messages):
+        unknown = dict[str, str]()  # path of the first message, by role
+        for message, path in zip(messages, paths, strict=True):
             if message["role"] not in _ROLES:
-                unknown.setdefault(message["role"], number)
+                unknown.setdefault(message["role"], path)
         if not unknown:
             return
-        probe = [{"role": role, "content": f"{_PROBE}{number}-"} for role, number in unknown.items()]
-        text = self._try([{"role": "user", "content": "a"}, *probe])
-        for role, number in unknown.items():
+        probe = [{"role": role, "content": f"{_PROBE}{number}-"} for number, role in enumerate(unknown)]
+        text = self._try([*_SHORT, *probe])
+        for number, (role, path) in enumerate(unknown.items()):
             if text is not None and f"{_PROBE}{number}-" not in text:
-                param = f"{paths[number]}.role"
-                text = f"{param}: role {role[:32]!r} is not supported by this model's chat template"
-                raise RequestError(text, param=param)
+                problem = f"role {role[:32]!r} is not supported by this model's chat template"
+                raise RequestError.at(f"{path}.role", problem)
 
     def _try_with(self, name: str, value: Any) -> str | None:
         return self._try(_SHORT, **{name: value})
 
     def _try(self, messages: Sequence[Message], **variables: Any) -> str | None:
         """Render a probe. Return None if the template rejects it."""
-        context = {
-            "tools": self._no_tools,
-            **variables,
-            **self._special_tokens,
-            "messages": messages,
-            "add_generation_prompt": True,
-        }
+        context = {"tools": self._no_tools, **variables, **self._special_tokens}
         try:
-            return self._guarded(context)
+            return self._guarded({**context, "messages": messages, "add_generation_prompt": True})
         except RequestError:
             return None
 
     def _guarded(self, context: dict[str, Any]) -> str:
+        assert self._template is not None
+        parts, size = list[str](), 0
         try:
-            return self._bounded(context)
+            for part in self._template.generate({**context, "messages": self._parts.convert(context["messages"])}):
+                parts.append(part)
+                size += len(part)
+                if size > MAX_TEXT_CHARS:
+                    raise RequestError(f"the rendered messages exceed {MAX_TEXT_CHARS} characters", param="messages")
         except ClusterError:
             raise
         except TemplateError as error:
             raise RequestError(f"rejected by the model's chat template: {error}", param="messages") from error
         except Exception as error:  # boundary: the template is foreign code
             raise RequestError(f"the model's chat template failed: {error!r}", param="messages") from error
-
-    def _bounded(self, context: dict[str, Any]) -> str:
-        assert self._template is not None
-        parts: list[str] = []
-        size = 0
-        for part in self._template.generate({**context, "messages": self._parts.convert(context["messages"])}):
-            parts.append(part)
-            size += len(part)
-            if size > MAX_TEXT_CHARS:
-                raise RequestError(f"the rendered messages exceed {MAX_TEXT_CHARS} characters", param="messages")
         return "".join(parts)
 
 
@@ -245,8 +233,60 @@ def _up_to_tag(text: str, last: str) -> str:
     """Cut the text at the tag. As in transformers, keep the message's trailing space unless the template strips it."""
     before, tag, after = text.rpartition(_TAG.strip())
     if not tag or last.strip() not in before:
-        raise RequestError(
-            "continue_final_message: this model's chat template drops the last message's text",
-            param="continue_final_message",
-        )
+        raise RequestError.at("continue_final_message", "this model's chat template drops the last message's text")
     return before if after.startswith(" ") else before.rstrip()
+
+
+_TEKKEN_VERSIONS = (7, 11, 13)
+_DEEPSEEK = "DeepseekV32ForCausalLM"
+
+
+def find_chat_template(model_dir: Path, given: str | None = None) -> Mapping[str, str] | None:
+    """Return the operator's template, given as text or as a file, else those of the model directory, by name.
+
+    The latter are chat_template.jinja and additional_chat_templates/NAME.jinja, or those in tokenizer_config.json or
+    chat_template.json: a text, or several by name; without those, a template of ours for formats that model files
+    describe in other ways. Returns None if there is none. Raises SpecError.
+    """
+    if given is not None:
+        return {_DEFAULT: given if "{{" in given or "{%" in given else _read(Path(given))}
+    files = {path.stem: path for path in sorted((model_dir / "additional_chat_templates").glob("*.jinja"))}
+    if (default := model_dir / "chat_template.jinja").is_file():
+        files[_DEFAULT] = default
+    if files:
+        return {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+    for name in ("tokenizer_config.json", "chat_template.json"):
+        if found := _named(read_object(model_dir / name, missing_ok=True).get("chat_template")):
+            return found
+    return _ours(model_dir)
+
+
+def _ours(model_dir: Path) -> Mapping[str, str] | None:
+    """Return our template for a model whose files describe its format in other ways than a template."""
+    here = Path(__file__).parent
+    if (model_dir / TEKKEN).is_file():
+        version, tokens = tekken_format(model_dir / TEKKEN)
+        thought = [token for token in ("[THINK]", "[/THINK]") if token in tokens]
+        head = f"{{%- set version = {version} %}}{{%- set thought = {thought} %}}"
+        return {_DEFAULT: head + _read(here / "mistral.jinja")} if version in _TEKKEN_VERSIONS else None
+    if _DEEPSEEK in (read_object(model_dir / "config.json", missing_ok=True).get("architectures") or ()):
+        return {_DEFAULT: _read(here / "deepseek_v32.jinja")}
+    return None
+
+
+def _named(given: Any) -> dict[str, str]:
+    """Return templates by name, from a text, {name: text} or [{"name": name, "template": text}, …]."""
+    if isinstance(given, str):
+        return {_DEFAULT: given}
+    if isinstance(given, list):
+        given = {one.get("name"): one.get("template") for one in given if isinstance(one, Mapping)}
+    if not isinstance(given, Mapping):
+        return {}
+    return {name: text for name, text in given.items() if isinstance(name, str) and isinstance(text, str)}
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"model.chat_template: {path} cannot be read: {error}") from None

@@ -7,12 +7,11 @@ and loses no text.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, takewhile
 from typing import Any, TypeAlias
-
-from frontend.chat.tools_as_text import calls_as_text, result_as_text
 
 Message: TypeAlias = Mapping[str, Any]
 Render: TypeAlias = Callable[[Sequence[Message]], str | None]  # None: the template rejects the messages
@@ -180,13 +179,28 @@ def _joined(one: Message, other: Message) -> dict[str, Any]:
     return joined
 
 
+_TOOLS = """\
+You can call tools. Each line is a tool, with the JSON schema of its arguments:
+{tools}
+
+To call tools, answer with nothing but a JSON list of calls:
+[{{"name": "<name of the tool>", "arguments": {{<arguments by name>}}}}]
+The next message then has the results. If you need no tool, answer in plain text."""
+
+
+def tools_as_text(tools: Sequence[Mapping[str, Any]]) -> str:
+    """Return instructions that describe the tools, given in OpenAI's form, for a template that has no form for them.
+    They ask for calls in the format that frontend.parsers.formats.generic reads."""
+    return _TOOLS.format(tools="\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools))
+
+
 def _as_texts(messages: _Messages, *, keeps_results: bool) -> _Messages:
     """Write calls as text, and their results unless the template keeps them."""
     written: _Messages = []
     for message, own, others in _with_results(messages):
         calls = message.pop("tool_calls", ())
         if calls:
-            message["content"] = _BETWEEN.join(filter(None, (message["content"], calls_as_text(calls))))
+            message["content"] = _BETWEEN.join(filter(None, (message["content"], _calls_as_text(calls))))
         names = [None, *(call["function"]["name"] for call in calls), *[None] * len(others)]
         for name, one in zip(names, (message, *own, *others), strict=True):
             if one is not None:
@@ -195,8 +209,18 @@ def _as_texts(messages: _Messages, *, keeps_results: bool) -> _Messages:
     return written
 
 
+def _calls_as_text(calls: Sequence[Mapping[str, Any]]) -> str:
+    """Return calls as the model would write them. Arguments that are no JSON stay as they are."""
+    written = []
+    for call in calls:
+        name, arguments = json.dumps(call["function"]["name"], ensure_ascii=False), call["function"]["arguments"]
+        written.append(f'{{"name": {name}, "arguments": {arguments.strip() or "{}"}}}')
+    return f"[{', '.join(written)}]"
+
+
 def _result_as_user(result: Message, name: str | None) -> dict[str, Any]:
-    return {"role": "user", "content": result_as_text(result["content"], name)}
+    """Write a tool's result as a user's message. name: of the tool; None: unknown."""
+    return {"role": "user", "content": f"Result of {name or 'the call'}:\n{result['content'] or ''}"}
 
 
 def _in_call_order(messages: _Messages) -> _Messages:

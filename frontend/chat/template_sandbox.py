@@ -31,11 +31,10 @@ def environment() -> ImmutableSandboxedEnvironment:
     """
     sandbox = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
     sandbox.filters["tojson"] = _tojson
-    sandbox.filters |= {name: bounded_filter(name, sandbox.filters[name]) for name in _BOUNDED}
+    sandbox.filters |= {name: _bounded_filter(name, sandbox.filters[name]) for name in _BOUNDED}
     del sandbox.globals["lipsum"]
-    sandbox.globals.update(
-        raise_exception=_raise_exception, strftime_now=_strftime_now, dict=_dict, namespace=_Namespace
-    )
+    own = {"raise_exception": _raise_exception, "strftime_now": _strftime_now, "dict": _dict, "namespace": _Namespace}
+    sandbox.globals.update(own)
     return sandbox
 
 
@@ -61,23 +60,31 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             case "**":
                 raise SecurityError("operator ** is not available")
             case "*":
-                check_repetition(left, right)
+                _check_repetition(left, right)
             case "%":
-                check_format(left, right)
+                _check_format(left, right)
             case "+":
-                check_sum((left, right))
+                _check_sum((left, right))
         return super().call_binop(context, operator, left, right)
 
     def concatenated(self, parts: tuple[Any, ...]) -> str:
-        check_sum(parts)
+        _check_sum(parts)
         return "".join(map(str, parts))
 
     def wrap_str_format(self, value: Any) -> Any:
-        wrapped = super().wrap_str_format(value)
-        return wrapped and bounded_format(value.__self__, wrapped)
+        if (wrapped := super().wrap_str_format(value)) is None:
+            return None
+
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            _check_text_call("format", value.__self__, args, kwargs)
+            return wrapped(*args, **kwargs)
+
+        return checked
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        check_method(__obj, args, kwargs)
+        text = getattr(__obj, "__self__", None)
+        if isinstance(text, str):
+            _check_text_call(getattr(__obj, "__name__", ""), text, args, kwargs)
         return ImmutableSandboxedEnvironment.call(__self, __context, __obj, *args, **kwargs)
 
 
@@ -116,16 +123,11 @@ def _dict(*args: Any, **values: Any) -> dict[Any, Any]:
 
 
 def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
     """Encode plain JSON. Jinja's own filter escapes <, > and & for HTML, which models were not trained on."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys, default=_listed
-    )
+    options: dict[str, Any] = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
+    return json.dumps(value, ensure_ascii=ensure_ascii, default=_listed, **options)
 
 
 def _listed(value: Any) -> list[Any]:
@@ -150,20 +152,20 @@ _BY_WIDTH = {"center", "ljust", "rjust", "zfill", "expandtabs", "format", "forma
              "batch", "truncate"}  # fmt: skip
 
 
-def check_repetition(left: Any, right: Any) -> None:
+def _check_repetition(left: Any, right: Any) -> None:
     """Check left * right. Raises SecurityError."""
     for sized, count in ((left, right), (right, left)):
         if isinstance(count, int) and _size(sized) * count > MAX_TEXT_CHARS:
             raise SecurityError("a repetition is too long")
 
 
-def check_sum(parts: Iterable[Any]) -> None:
+def _check_sum(parts: Iterable[Any]) -> None:
     """Check the concatenation of texts or lists. Raises SecurityError."""
     if sum(map(_size, parts)) > MAX_TEXT_CHARS:
         raise SecurityError("a text is too long")
 
 
-def check_format(pattern: Any, arguments: Any) -> None:
+def _check_format(pattern: Any, arguments: Any) -> None:
     """Check pattern % arguments: widths in the pattern, and those taken from the arguments. Raises SecurityError."""
     if isinstance(pattern, str):
         if _WIDTH.search(pattern):
@@ -171,14 +173,7 @@ def check_format(pattern: Any, arguments: Any) -> None:
         _check_widths(arguments if isinstance(arguments, tuple) else (arguments,), only_if="*" in pattern)
 
 
-def check_method(method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Check a call, if it is one of a string method. Raises SecurityError."""
-    text, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
-    if isinstance(text, str):
-        check_text_call(name, text, args, kwargs)
-
-
-def check_text_call(name: str, text: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _check_text_call(name: str, text: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Check a string method or filter of that name. Raises SecurityError."""
     if name in _BY_WIDTH:
         if name.startswith("format") and _WIDTH.search(text):
@@ -188,28 +183,18 @@ def check_text_call(name: str, text: str, args: tuple[Any, ...], kwargs: dict[st
         if len(text) + text.count(args[0]) * len(args[1]) > MAX_TEXT_CHARS:
             raise SecurityError("a replacement is too long")
     if name == "join" and args and isinstance(args[0], list | tuple):
-        check_repetition(text, len(args[0]))
-        check_sum(args[0])
+        _check_repetition(text, len(args[0]))
+        _check_sum(args[0])
 
 
-def bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a Jinja filter with the check of the string method of that name."""
 
     @wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
         plain = [argument for argument in args if isinstance(argument, str | int | float | list | tuple)]
         if plain and isinstance(plain[0], str):
-            check_text_call(name, plain[0], tuple(plain[1:]), kwargs)
-        return function(*args, **kwargs)
-
-    return checked
-
-
-def bounded_format(pattern: str, function: Callable[..., str]) -> Callable[..., str]:
-    """Wrap `pattern.format`, as returned by Jinja, with its check."""
-
-    def checked(*args: Any, **kwargs: Any) -> str:
-        check_text_call("format", pattern, args, kwargs)
+            _check_text_call(name, plain[0], tuple(plain[1:]), kwargs)
         return function(*args, **kwargs)
 
     return checked

@@ -23,7 +23,7 @@ from core.types.request import ANY_OBJECT, MAX_ALLOWED_TOKENS, MAX_BAD_WORDS, MA
 from frontend.chat.call_shape import object_of
 from frontend.chat.chat import Chat, opens_answer
 from frontend.openai.constraints import forced_grammar
-from frontend.openai.messages import FUNCTION_NAME, MAX_CALLS, MAX_TOOLS, FunctionAsTool, ToolGiven
+from frontend.openai.messages import FUNCTION_NAME, MAX_CALLS, MAX_TOOLS, FunctionAsTool
 from frontend.text.completion_request import (
     MAX_ALL_CALLS,
     MAX_MESSAGES,
@@ -220,7 +220,7 @@ def _fill(message: pb.Delta, delta: Delta, tokenizer: Tokenizer) -> None:
     """Fill a delta in place, without empty fields, because there is one per token."""
     if delta.choice:
         message.choice = delta.choice
-    message.text = delta.text_with_broken(is_whole=False) if delta.calls else delta.text
+    message.text = delta.text_with_rest
     if delta.thinking:
         message.reasoning = delta.thinking
     if delta.calls:
@@ -290,11 +290,11 @@ def forced_grammar_of(chat: pb.Chat, made: Chat) -> Grammar | None:
     """Return the grammar of an answer that must be calls, or None. made: `chat`, converted. Raises RequestError."""
     if made.forced is None:
         return None
-    tools = [
-        ToolGiven(type="function", function=FunctionAsTool(**converted["function"], strict=tool.strict))
+    functions = [
+        FunctionAsTool(**converted["function"], strict=tool.strict)
         for tool, converted in zip(chat.tools, made.tools, strict=True)
     ]
-    return forced_grammar(made.forced, tools, is_parallel=made.is_parallel)
+    return forced_grammar(made.forced, functions, is_parallel=made.is_parallel)
 
 
 def _forced(chat: pb.Chat) -> str | None:

@@ -24,8 +24,6 @@ from frontend.http.openapi import OpenapiApi
 from frontend.http.request_contexts import Endpoints, HttpRequestContexts
 from frontend.openai.api import OpenAIApi
 from frontend.openai.errors import OpenAIErrors
-from frontend.openai.render_api import RenderApi
-from frontend.openai.tokens_api import TokensApi
 from frontend.responses.api import ResponsesApi
 from frontend.responses.store import StoreBounds
 from frontend.responses.stored import StoredResponses
@@ -35,7 +33,6 @@ from router.telemetry.tracing import Tracing
 
 _HEALTH = "/health"  # this path and those below it need no API key
 _DEFAULT = RouterSpec()
-_IN_MEMORY = StoreBounds(max_bytes=64 * 2**20, ttl_s=86_400.0)
 
 
 def create_app(
@@ -52,7 +49,7 @@ def create_app(
 
     max_body_s: time limit for receiving a body. probes: functions behind /health/NAME, which answer from memory: `live`
     (False: restart the process), `ready` (send no requests for now), `startup` (ignore the other two for now).
-    spec: settings of the endpoints. stored: stored responses; None: kept in this process only.
+    spec: settings of the endpoints. stored: stored responses; None: none are.
     """
     models = Models.of(served)
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
@@ -62,7 +59,8 @@ def create_app(
     clamps = spec.max_tokens_beyond_context == "clamp"
     openai = OpenAIApi(models, request_contexts, clamps_max_tokens=clamps)
     anthropic = AnthropicApi(models, request_contexts)
-    responses = ResponsesApi(models, request_contexts, stored or StoredResponses.in_memory(_IN_MEMORY))
+    stored = stored or StoredResponses(None, StoreBounds(max_bytes=0, ttl_s=0))
+    responses = ResponsesApi(models, request_contexts, stored)
     answering = {**openai.endpoints, **responses.endpoints, **anthropic.endpoints}
     app.add_middleware(Methods, routes=app.routes)
     app.add_middleware(_DirectRoutes, endpoints=answering)
@@ -78,8 +76,6 @@ def create_app(
         app.add_middleware(CORSMiddleware, allow_origins=cors_origins, allow_methods=["GET", "HEAD", "POST", "DELETE"],
                            allow_headers=["*"], expose_headers=["*"])  # fmt: skip
     handle_errors(app)
-    TokensApi(models, request_contexts).add_to(app)
-    RenderApi(models, request_contexts, clamps_max_tokens=clamps).add_to(app)
     OpenapiApi(models).add_to(app)
     openai.add_to(app)
     responses.add_to(app)

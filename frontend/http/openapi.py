@@ -17,9 +17,9 @@ from starlette.responses import Response
 
 from frontend.anthropic.types import CountTokensBody, MessagesBody
 from frontend.http.event_stream import JSON, to_json
+from frontend.openai.api import PACKAGE
 from frontend.openai.fields import Only, OpenAIObject
-from frontend.openai.tokens_api import PACKAGE, DetokenizeBody, TokenizeBody
-from frontend.openai.types import ChatBody, TextBody
+from frontend.openai.types import ChatBody, DetokenizeBody, TextBody, TokenizeBody
 from frontend.responses.types import ResponsesBody
 from frontend.text.completion import Models
 from frontend.text.completion_request import RANGES

@@ -11,13 +11,11 @@ from typing import Any
 
 from core.types.request import FinishReason
 from frontend.http.event_stream import DONE, JSON, data, to_json
-from frontend.openai.forms import Form, WholeChoice, ending
-from frontend.openai.prompt_logprobs import PromptScores, prompt_scores
+from frontend.openai.forms import Form, PromptScores, WholeChoice, ending, prompt_scores
+from frontend.openai.types import ChatBody, TextBody
 from frontend.text.answer_events import UnreadLimit
 from frontend.text.completion import Completion
 from frontend.text.events import Delta, Event, Finished, Summary, TokenUsage
-from frontend.text.text_threads import TextThreads
-from frontend.text.tokenizer import Tokenizer
 
 _MAX_RUNNING = 64  # choices of one response that run at a time
 _MAX_QUEUED = 64  # batches of events; backpressure from a slow client
@@ -57,13 +55,14 @@ class ChoiceChunks:
 
     def opening(self) -> bytes:
         """Return the chunk before any generated text; empty if there is none."""
-        opening, form = self._form.opening(), self._form
-        if self._prompt_ids is None:
-            return self._chunk(opening, logprobs=self._echoed) if opening else b""
-        ids: JSON = {"prompt_token_ids": list(self._prompt_ids)}
+        opening, form, ids = self._form.opening(), self._form, JSON()
+        if self._prompt_ids is not None:
+            opening, ids = opening or form.piece(""), {"prompt_token_ids": list(self._prompt_ids)}
+        if not opening:
+            return b""
         if form.is_prompt_shared:
-            return self._chunk(opening or form.piece(""), of_chunk=ids)
-        return self._chunk(opening or form.piece(""), logprobs=self._echoed, **ids)
+            return self._chunk(opening, of_chunk=ids)
+        return self._chunk(opening, logprobs=self._echoed, **ids)
 
     def chunk(self, event: Delta | Finished) -> bytes:
         """Return the chunk of an event; empty if it has nothing to send."""
@@ -93,53 +92,45 @@ class ChoiceChunks:
     def _usage(self) -> JSON:
         if (num_prompt := self._num_prompt_tokens) is None:
             return self._more
-        total = num_prompt + self._num_tokens
-        usage = {"prompt_tokens": num_prompt, "completion_tokens": self._num_tokens, "total_tokens": total}
-        return {"usage": usage}
+        num, total = self._num_tokens, num_prompt + self._num_tokens
+        return {"usage": {"prompt_tokens": num_prompt, "completion_tokens": num, "total_tokens": total}}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class OpenAIAnswer:
     """Response to one HTTP request: one completion and one form per prompt. Choices are numbered across all prompts."""
 
     id: str
-    model: str
+    body: TextBody | ChatBody
     completions: Sequence[Completion]
     forms: Sequence[Form]
-    include_usage: bool  # in the stream; a whole response always has usage
-    has_running_usage: bool  # in each chunk
-    return_token_ids: bool
-    num_prompt_logprobs: int | None  # most likely tokens in `prompt_logprobs`; None: not requested
-    tokenizer: Tokenizer
-    threads: TextThreads
     created: int = field(default_factory=lambda: int(time.time()))
 
     async def whole(self) -> JSON:
         """Return the whole response. Raises ClusterError."""
         usage = TokenUsage()
-        choices = [_Choice(form) for form, one in zip(self.forms, self.completions, strict=True) for _ in range(one.n)]
+        choices = [_Choice() for one in self.completions for _ in range(one.n)]
         async with _run_all(self.completions) as arrivals:
             async for number, events in arrivals:
                 for event in events:
                     match event:
                         case Delta(choice=choice):
-                            choices[self._index(number, choice)].add(event, keep=self.return_token_ids)
+                            choices[self._index(number, choice)].add(event, keep=self.body.return_token_ids)
                         case Finished(choice=choice):
                             choices[self._index(number, choice)].finished = event
                         case Summary():
                             usage += event.usage
-        if not self.forms[0].has_answer:
+        form = self.forms[0]
+        if not form.has_answer:
             usage = replace(usage, completion_tokens=0)
+            choices = [_Choice(finished=Finished(0, FinishReason.LENGTH)) for _ in choices]
         scores = [await self._scores(number) for number in range(len(self.completions))]
-        answer, n = self._head(self.forms[0].whole), self.completions[0].n
-        answer["choices"] = [
-            {"index": i, **self._whole_choice(choice, scores[i // n])} for i, choice in enumerate(choices)
-        ]
-        answer["usage"] = _usage(usage)
-        if self.forms[0].is_prompt_shared and scores[0].listed is not None:
+        written = [self._whole_choice(index, choice, scores) for index, choice in enumerate(choices)]
+        answer = {**self._head(form.whole), "choices": written, "usage": _usage(usage)}
+        if form.is_prompt_shared and scores[0].listed is not None:
             answer["prompt_logprobs"] = scores[0].listed
-        if self.return_token_ids:
-            self._add_prompt_ids(answer, answer["choices"])
+        if form.is_prompt_shared and self.body.return_token_ids:
+            answer["prompt_token_ids"] = list(self.completions[0].prompt_ids)
         return answer
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
@@ -163,7 +154,7 @@ class OpenAIAnswer:
                     written.append(choice.chunk(event))
                 if any(written):
                     yield b"".join(written)
-        if self.include_usage:
+        if self._includes_usage:
             yield data({**self._head(self.forms[0].chunk), "choices": [], "usage": _usage(usage)})
         yield DONE
 
@@ -171,64 +162,55 @@ class OpenAIAnswer:
         return number * self.completions[0].n + choice
 
     def _head(self, kind: str) -> JSON:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.completions[0].model_name}
+
+    @property
+    def _includes_usage(self) -> bool:
+        """True if the stream ends with the usage; a whole response always has it."""
+        return bool(self.body.stream_options and self.body.stream_options.include_usage)
 
     async def _scores(self, number: int) -> PromptScores:
         """Return the prompt's scores, once its completion has yielded events."""
-        form = self.forms[number]
-        return await prompt_scores(
-            self.completions[number],
-            self.tokenizer,
-            self.threads,
-            num_listed=self.num_prompt_logprobs,
-            num_echoed=form.num_echo_logprobs,
-            echo=form.echo,
-        )
+        return await prompt_scores(self.completions[number], self.forms[number], num_listed=self.body.prompt_logprobs)
 
     def _chunks_of(self, number: int, index: int, scores: PromptScores) -> ChoiceChunks:
-        form, prompt_ids = self.forms[number], self.completions[number].prompt_ids
+        form, prompt_ids, options = self.forms[number], self.completions[number].prompt_ids, self.body.stream_options
+        has_running_usage = self._includes_usage and options and options.continuous_usage_stats
         return ChoiceChunks(
             index,
             form,
             head=self._head(form.chunk),
-            is_usage_null=self.include_usage,
-            prompt_ids=prompt_ids if self.return_token_ids else None,
-            num_prompt_tokens=len(prompt_ids) if self.has_running_usage else None,
+            is_usage_null=self._includes_usage,
+            prompt_ids=prompt_ids if self.body.return_token_ids else None,
+            num_prompt_tokens=len(prompt_ids) if has_running_usage else None,
             echoed=scores.echoed,
         )
 
-    def _whole_choice(self, choice: _Choice, scores: PromptScores) -> JSON:
-        if not choice.form.has_answer:
-            finished = Finished(0, FinishReason.LENGTH)
-            choice = _Choice(choice.form, finished=finished)
+    def _whole_choice(self, index: int, choice: _Choice, scores: Sequence[PromptScores]) -> JSON:
         assert choice.finished is not None
-        written = choice.form.message(choice.whole)
+        number = index // self.completions[0].n
+        form, of_prompt, returns_ids = self.forms[number], scores[number], self.body.return_token_ids
+        written = {"index": index, **form.message(choice.whole)}
         has_logprobs = bool(choice.deltas) and choice.deltas[0].has_logprobs
-        written["logprobs"] = scores.before(choice.form.logprobs(choice.deltas) if has_logprobs else None)
-        if scores.listed is not None and not choice.form.is_prompt_shared:
-            written["prompt_logprobs"] = scores.listed
-        if self.return_token_ids:
+        written["logprobs"] = of_prompt.before(form.logprobs(choice.deltas) if has_logprobs else None)
+        if of_prompt.listed is not None and not form.is_prompt_shared:
+            written["prompt_logprobs"] = of_prompt.listed
+        if returns_ids:
             written["token_ids"] = [token.token_id for delta in choice.deltas for token in delta.tokens]
-        return written | ending(choice.finished)
-
-    def _add_prompt_ids(self, answer: JSON, choices: Sequence[JSON]) -> None:
-        """Add the prompt's token ids as the model saw them; an extension."""
-        is_shared = self.forms[0].is_prompt_shared
-        for choice in choices[:1] if is_shared else choices:
-            completion = self.completions[choice["index"] // self.completions[0].n]
-            owner = answer if is_shared else choice
-            owner["prompt_token_ids"] = list(completion.prompt_ids)
+        written |= ending(choice.finished)
+        if returns_ids and not form.is_prompt_shared:
+            written["prompt_token_ids"] = list(self.completions[number].prompt_ids)
+        return written
 
 
 @dataclass
 class _Choice:
-    form: Form
     whole: WholeChoice = field(default_factory=WholeChoice)
     deltas: list[Delta] = field(default_factory=list)  # kept only if token ids or logprobs are returned
     finished: Finished | None = None
 
-    def add(self, delta: Delta, *, keep: bool) -> None:
-        self.whole.add(delta)
+    def add(self, delta: Delta, *, keep: bool | None) -> None:
+        delta.write(self.whole)
         if keep or delta.has_logprobs:
             self.deltas.append(delta)
 

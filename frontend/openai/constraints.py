@@ -11,10 +11,17 @@ from pydantic import AfterValidator, Field
 from core.types.errors import RequestError
 from core.types.request import ANY_OBJECT, Grammar, GrammarKind
 from frontend.openai.fields import Ignored, Only, OpenAIObject, Unsupported
-from frontend.openai.messages import ToolGiven
+from frontend.openai.messages import FunctionAsTool
 from frontend.structured_output.lark import moved
 
-_KINDS = ("json_", "json_object", "regex", "choice", "grammar", "structural_tag")  # of structured_outputs
+_KINDS = {  # of structured_outputs, by field
+    "json_": GrammarKind.JSON_SCHEMA,
+    "json_object": GrammarKind.JSON_SCHEMA,
+    "regex": GrammarKind.REGEX,
+    "choice": GrammarKind.REGEX,
+    "grammar": GrammarKind.LARK,
+    "structural_tag": GrammarKind.STRUCTURAL_TAG,
+}
 _OF_TAGS = ("format", "structures", "triggers")  # fields of a structural tag
 
 
@@ -37,23 +44,19 @@ class ResponseFormat(OpenAIObject):
     def grammar(self) -> Grammar | None:
         """Return the grammar, or None for plain text. Raises RequestError."""
         if self.schema_ is not None and self.type != "json_object":
-            text = "response_format.schema: requires type json_object"
-            raise RequestError(text, param="response_format.schema")
+            raise RequestError.at("response_format.schema", "requires type json_object")
         parts = {name: part for name in _OF_TAGS if (part := getattr(self, name)) is not None}
         if parts and self.type != "structural_tag":
-            name = f"response_format.{next(iter(parts))}"
-            raise RequestError(f"{name}: requires type structural_tag", param=name)
+            raise RequestError.at(f"response_format.{next(iter(parts))}", "requires type structural_tag")
         if self.type == "text":
             return None
         if self.type == "structural_tag":
             return Grammar(kind=GrammarKind.STRUCTURAL_TAG, text=json.dumps(parts))
         if self.type == "json_object":
-            return _lenient(self.schema_) if self.schema_ is not None else ANY_OBJECT
+            return _of_schema(self.schema_, is_strict=False) if self.schema_ is not None else ANY_OBJECT
         if self.json_schema is None or self.json_schema.schema_ is None:
             raise RequestError("response_format: missing json_schema.schema", param="response_format.json_schema")
-        if not self.json_schema.strict:
-            return _lenient(self.json_schema.schema_)
-        return Grammar(kind=GrammarKind.JSON_SCHEMA, text=json.dumps(self.json_schema.schema_))
+        return _of_schema(self.json_schema.schema_, is_strict=bool(self.json_schema.strict))
 
 
 class StructuredOutputs(OpenAIObject):
@@ -71,35 +74,24 @@ class StructuredOutputs(OpenAIObject):
 
     def named(self) -> tuple[str, Grammar]:
         """Return the field that is set, and its grammar. Raises RequestError."""
-        given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
+        given = {name: value for name in _KINDS if (value := getattr(self, name)) not in (None, False)}
         if len(given) != 1:
-            text = "structured_outputs: set exactly one of json, json_object, regex, choice, grammar and structural_tag"
-            raise RequestError(text, param="structured_outputs")
-        return f"structured_outputs.{given[0].rstrip('_')}", self._grammar()
-
-    def _grammar(self) -> Grammar:
-        if self.json_object:
-            return ANY_OBJECT
-        if self.json_ is not None:
-            text = self.json_ if isinstance(self.json_, str) else json.dumps(self.json_)
-            return Grammar(kind=GrammarKind.JSON_SCHEMA, text=text)
-        if self.structural_tag is not None:
-            tag = self.structural_tag
-            text = tag if isinstance(tag, str) else json.dumps(tag)
-            return Grammar(kind=GrammarKind.STRUCTURAL_TAG, text=text)
-        if self.regex is not None:
-            return Grammar(kind=GrammarKind.REGEX, text=self.regex)
-        if self.choice is not None:
-            return Grammar.of_choice(self.choice, "structured_outputs.choice")
-        return Grammar(kind=GrammarKind.LARK, text=self.grammar or "")
+            problem = "set exactly one of json, json_object, regex, choice, grammar and structural_tag"
+            raise RequestError.at("structured_outputs", problem)
+        ((name, value),) = given.items()
+        field = f"structured_outputs.{name.rstrip('_')}"
+        if name == "json_object":
+            return field, ANY_OBJECT
+        if name == "choice":
+            return field, Grammar.of_choice(value, field)
+        return field, Grammar(kind=_KINDS[name], text=value if isinstance(value, str) else json.dumps(value))
 
 
 def grammar_of(response_format: ResponseFormat | None, structured: StructuredOutputs | None) -> dict[str, Any]:
     """Return the grammar fields of a CompletionRequest; empty if unconstrained. Raises RequestError."""
     if structured is not None:
         if response_format is not None and response_format.type != "text":
-            text = "structured_outputs: cannot be combined with response_format"
-            raise RequestError(text, param="structured_outputs")
+            raise RequestError.at("structured_outputs", "cannot be combined with response_format")
         name, grammar = structured.named()
         return {"grammar": grammar, "grammar_field": name}
     if response_format is None or (found := response_format.grammar()) is None:
@@ -108,47 +100,37 @@ def grammar_of(response_format: ResponseFormat | None, structured: StructuredOut
     return {"grammar": found, "grammar_field": name}
 
 
-def _lenient(schema: dict[str, Any]) -> Grammar:
-    return Grammar(kind=GrammarKind.LENIENT_JSON_SCHEMA, text=json.dumps(schema))
+def _of_schema(schema: dict[str, Any], *, is_strict: bool) -> Grammar:
+    kind = GrammarKind.JSON_SCHEMA if is_strict else GrammarKind.LENIENT_JSON_SCHEMA
+    return Grammar(kind=kind, text=json.dumps(schema))
 
 
 _MAX_NAME = 128  # characters in an error message
 
 
-def forced_grammar(name: str, tools: Sequence[ToolGiven], *, is_parallel: bool) -> Grammar:
+def forced_grammar(name: str, functions: Sequence[FunctionAsTool], *, is_parallel: bool) -> Grammar:
     """Return the grammar of the named tool's arguments; for "", of a list of calls of any tool. Raises RequestError."""
-    if not tools:
-        raise RequestError("tool_choice: requires tools", param="tool_choice")
-    functions = [tool.function for tool in tools if tool.function]
+    if not functions:
+        raise RequestError.at("tool_choice", "requires tools")
     if name:
         chosen = next((one for one in functions if one.name == name), None)
         if chosen is None:
             raise tool_not_found(name)
-        schema = _object(chosen.parameters)
-        is_strict = bool(chosen.strict)
-    else:
-        calls = [_call(one.name, f"#/$defs/tool{number}") for number, one in enumerate(functions)]
-        places = [f"tool{number}" for number in range(len(functions))]
+        return _of_schema(_object(chosen.parameters), is_strict=bool(chosen.strict))
+    calls, definitions = [], {}
+    for number, one in enumerate(functions):
+        place = f"#/$defs/tool{number}"
+        properties = {"name": {"const": one.name}, "arguments": {"$ref": place}}
+        required = ["name", "arguments"]
+        calls.append({"type": "object", "properties": properties, "required": required, "additionalProperties": False})
         try:
-            definitions = {
-                place: moved(_object(one.parameters), f"#/$defs/{place}")
-                for place, one in zip(places, functions, strict=True)
-            }
+            definitions[f"tool{number}"] = moved(_object(one.parameters), place)
         except RecursionError:
-            raise RequestError("tools: a schema is nested too deeply", param="tools") from None
-        schema = {"type": "array", "items": {"anyOf": calls}, "minItems": 1, "$defs": definitions}
-        if not is_parallel:
-            schema["maxItems"] = 1
-        is_strict = all(one.strict for one in functions)
-    kind = GrammarKind.JSON_SCHEMA if is_strict else GrammarKind.LENIENT_JSON_SCHEMA
-    return Grammar(kind=kind, text=json.dumps(schema))
-
-
-def _call(name: str, place: str) -> dict[str, Any]:
-    """Return the schema of {"name": …, "arguments": …}. place: $ref of the arguments' schema."""
-    properties = {"name": {"const": name}, "arguments": {"$ref": place}}
-    required = ["name", "arguments"]
-    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+            raise RequestError.at("tools", "a schema is nested too deeply") from None
+    schema = {"type": "array", "items": {"anyOf": calls}, "minItems": 1, "$defs": definitions}
+    if not is_parallel:
+        schema["maxItems"] = 1
+    return _of_schema(schema, is_strict=all(one.strict for one in functions))
 
 
 def _object(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -156,4 +138,4 @@ def _object(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def tool_not_found(name: str) -> RequestError:
-    return RequestError(f"tool_choice: tool {name[:_MAX_NAME]!r} not found in tools", param="tool_choice")
+    return RequestError.at("tool_choice", f"tool {name[:_MAX_NAME]!r} not found in tools")

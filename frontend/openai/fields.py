@@ -32,11 +32,10 @@ class Only:
     instead: str = ""
 
     def __call__(self, value: Any) -> Any:
-        if value is not None and value not in self.neutral:
-            if self.instead:
-                raise PydanticCustomError(UNSUPPORTED, "is not supported; use {instead}", {"instead": self.instead})
-            raise PydanticCustomError(UNSUPPORTED, "is not supported")
-        return value
+        if value is None or value in self.neutral:
+            return value
+        problem = "is not supported; use {instead}" if self.instead else "is not supported"
+        raise PydanticCustomError(UNSUPPORTED, problem, {"instead": self.instead})
 
 
 def whole(value: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainValidator, PrivateAttr
@@ -56,12 +56,11 @@ class ContentPart(OpenAIObject):
     def text_for(self, role: str, path: str) -> str:
         """Return the text for a message of `role`. Raises RequestError for what the user cannot send."""
         if role not in _MAY_BE_EMPTY and self.type in TEXT_PARTS and self.text is None:
-            raise RequestError(f"{path}.text: required", param=f"{path}.text")
+            raise RequestError.at(f"{path}.text", "required")
         if self.written is not None:
             return self.written
         if role not in _MAY_BE_EMPTY:
-            text = f"{path}.type: {self.type[:_MAX_KIND]!r} is not supported; supported: text"
-            raise UnsupportedField(text, param=f"{path}.type")
+            raise UnsupportedField.at(f"{path}.type", f"{self.type[:_MAX_KIND]!r} is not supported; supported: text")
         return placeholder(self.type)
 
 
@@ -144,24 +143,21 @@ class ChatMessage(OpenAIObject):
         if self.function_call:
             calls.append(_call(CallInHistory.model_construct(function=self.function_call)))
         if self.content is None and self.role not in _MAY_BE_EMPTY:
-            text = f"{path}.content: required; a string or a list of text parts, null only for roles assistant and tool"
-            raise RequestError(text, param=f"{path}.content")
+            problem = "required; a string or a list of text parts, null only for roles assistant and tool"
+            raise RequestError.at(f"{path}.content", problem)
         content = None
         if self.content is not None or not calls:
             parts = [*enumerate(self.content or ())]
             texts = [one.text_for(self.role, f"{path}.content[{i}]") for i, one in parts if one.type not in _THOUGHTS]
             content = "\n".join(texts) if self.content else self.refusal or ""
-        message: dict[str, Any] = {"role": "tool" if self.role == "function" else self.role, "content": content}
-        for name, value in (
-            ("name", self.name),
-            ("reasoning_content", self._thoughts),
-            ("tool_call_id", self.tool_call_id),
-        ):
-            if value is not None:
-                message[name] = value
-        if calls:
-            message["tool_calls"] = calls
-        return message
+        others = {
+            "name": self.name,
+            "reasoning_content": self._thoughts,
+            "tool_call_id": self.tool_call_id,
+            "tool_calls": calls or None,
+        }
+        role = "tool" if self.role == "function" else self.role
+        return {"role": role, "content": content, **{name: one for name, one in others.items() if one is not None}}
 
     @property
     def _thoughts(self) -> str | None:
@@ -177,6 +173,33 @@ class ChatMessage(OpenAIObject):
 Messages = Annotated[list[ChatMessage], Field(fail_fast=True, max_length=MAX_MESSAGES)]
 
 
+@dataclass
+class MessageDraft:
+    """Message under construction, from parts of another API's messages."""
+
+    role: str
+    path: str  # its name in the client's body
+    parts: list[ContentPart] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
+    calls: list[CallInHistory] = field(default_factory=list)
+    answered: str | None = None  # id of the answered call
+
+    @property
+    def has_content(self) -> bool:
+        return bool(self.parts or self.thoughts or self.calls)
+
+    def message(self) -> ChatMessage:
+        message = ChatMessage.model_construct(
+            role=self.role,
+            content=None if self.calls and not self.parts else self.parts,
+            tool_calls=self.calls or None,
+            tool_call_id=self.answered,
+            reasoning_content="\n".join(self.thoughts) if self.thoughts else None,
+        )
+        message._path = self.path
+        return message
+
+
 FUNCTION_NAME = r"[A-Za-z0-9_.:/-]{1,128}"
 FunctionName = Annotated[str, Field(pattern=f"^{FUNCTION_NAME}$")]
 
@@ -186,6 +209,11 @@ class FunctionAsTool(OpenAIObject):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the tool in transformers' form. `strict` is left out: it concerns this server, not the model."""
+        function = {name: getattr(self, name) for name in ("name", "description", "parameters")}
+        return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
 
 
 class ToolGiven(OpenAIObject):
@@ -197,11 +225,6 @@ class ToolGiven(OpenAIObject):
     @property
     def skipped(self) -> str:
         return "" if self.type == "function" else self.type
-
-    def for_template(self) -> dict[str, Any]:
-        """Return the tool in transformers' form. `strict` is left out: it concerns this server, not the model."""
-        function = {name: getattr(self.function, name) for name in ("name", "description", "parameters")}
-        return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
 
 
 @dataclass(frozen=True)
@@ -261,6 +284,13 @@ class ThinkingGiven(OpenAIObject):
     def thinks(self) -> bool:
         return self.type != "disabled"
 
+    @property
+    def budget_fields(self) -> dict[str, Any]:
+        """The CompletionRequest fields of the budget; empty if there is none."""
+        if not self.thinks or self.budget_tokens is None:
+            return {}
+        return {"thinking_token_budget": self.budget_tokens, "thinking_field": "thinking.budget_tokens"}
+
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -295,12 +325,12 @@ class ChatSettings(OpenAIObject):
     """Functions that the model may call. Other tools are skipped, and listed in `x-ignored-fields`."""
 
     @property
-    def function_tools(self) -> list[ToolGiven]:
+    def function_tools(self) -> list[FunctionAsTool]:
         """The tools that are functions. Raises RequestError."""
         for number, tool in enumerate(self.tools or ()):
             if not tool.skipped and tool.function is None:
-                raise RequestError(f"tools[{number}].function: required", param=f"tools[{number}].function")
-        return [tool for tool in self.tools or () if not tool.skipped]
+                raise RequestError.at(f"tools[{number}].function", "required")
+        return [tool.function for tool in self.tools or () if tool.function and not tool.skipped]
 
     def chat(
         self,
@@ -314,9 +344,9 @@ class ChatSettings(OpenAIObject):
         is_continued = bool(self.continue_final_message)
         opens = opens_answer(self.add_generation_prompt, is_continued=is_continued)
         functions = self.function_tools
-        names = [tool.function.name for tool in functions if tool.function]
+        names = [function.name for function in functions]
         if duplicate := next((name for name in names if names.count(name) > 1), None):
-            raise RequestError(f"tools: the name {duplicate!r} appears twice", param="tools")
+            raise RequestError.at("tools", f"the name {duplicate!r} appears twice")
         paths = tuple(one._path or f"messages[{number}]" for number, one in enumerate(messages))
         thinks_field, thinks = self._thinks
         effort, of_reasoning = self.reasoning_effort, self.reasoning.effort if self.reasoning else None
@@ -328,7 +358,7 @@ class ChatSettings(OpenAIObject):
             effort_field="reasoning_effort" if effort else "reasoning.effort",
             thinks=thinks,
             thinks_field=thinks_field,
-            tools=tuple(tool.for_template() for tool in functions if has_tools),
+            tools=tuple(function.for_template() for function in functions if has_tools),
             is_parallel=is_parallel,
             forced=forced,
             is_continued=is_continued,
@@ -358,9 +388,6 @@ def _texts(details: Sequence[Any]) -> Iterator[str]:
 
 
 def _call(call: CallInHistory) -> dict[str, Any]:
-    function = {"name": call.called.name, "arguments": call.called.arguments}
-    return (
-        {"id": call.id, "type": "function", "function": function}
-        if call.id
-        else {"type": "function", "function": function}
-    )
+    called = call.called
+    function = {"name": called.name, "arguments": called.arguments}
+    return {**({"id": call.id} if call.id else {}), "type": "function", "function": function}

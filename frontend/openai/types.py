@@ -7,6 +7,7 @@ grammar was not applied. Reference: https://platform.openai.com/docs/api-referen
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
@@ -16,7 +17,15 @@ from core.types.request import MAX_BIAS
 from frontend.http.request_contexts import GenerationBody
 from frontend.openai.constraints import ResponseFormat, StructuredOutputs, forced_grammar, grammar_of, tool_not_found
 from frontend.openai.fields import EMPTY, Ignored, Integer, Only, OpenAIObject, Unsupported, whole
-from frontend.openai.messages import ChatSettings, Messages, ToolChoice, ToolGiven, ToolNamed, ToolsAllowed
+from frontend.openai.messages import (
+    ChatSettings,
+    FunctionAsTool,
+    Messages,
+    ThinkingGiven,
+    ToolChoice,
+    ToolNamed,
+    ToolsAllowed,
+)
 from frontend.text.completion_request import MAX_CHOICES, MAX_LOGPROBS, CompletionRequest
 
 MAX_PROMPTS_TIMES_N = 1024  # choices of one HTTP request
@@ -166,10 +175,9 @@ class _Sampled(GenerationBody):
         """Return the CompletionRequest fields that the client set. Raises RequestError."""
         reject_fields_of_others(self)
         if self.stream_options is not None and not self.stream:
-            raise RequestError("stream_options: requires stream: true", param="stream_options")
+            raise RequestError.at("stream_options", "requires stream: true")
         if self.stream and self.prompt_logprobs is not None:
-            text = "prompt_logprobs: cannot be combined with stream: true"
-            raise UnsupportedField(text, param="prompt_logprobs")
+            raise UnsupportedField.at("prompt_logprobs", "cannot be combined with stream: true")
         same = ("model", "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "n", "top_k", "min_p",
                 "repetition_penalty", "min_tokens", "logit_bias", "ignore_eos", "skip_special_tokens", "priority",
                 "user", "cache_salt", "truncate_prompt_tokens", "add_special_tokens", "prompt_logprobs")  # fmt: skip
@@ -183,15 +191,16 @@ class _Sampled(GenerationBody):
 
     def _thinking(self) -> dict[str, Any]:
         """Return the thinking budget and its field name. Raises RequestError."""
-        budgets = {name: getattr(self, name) for name in ("thinking_token_budget", "thinking_budget")}
-        given = {name: budget for name, budget in budgets.items() if budget is not None}
-        if len(set(given.values())) > 1:
-            text = "thinking_budget: conflicts with thinking_token_budget, of which it is an alias"
-            raise RequestError(text, param="thinking_budget")
-        thinking = getattr(self, "thinking", None)
-        if not given and thinking and thinking.thinks and thinking.budget_tokens is not None:
-            return {"thinking_token_budget": thinking.budget_tokens, "thinking_field": "thinking.budget_tokens"}
-        return next(({"thinking_token_budget": given[name], "thinking_field": name} for name in given), {})
+        budget, alias = self.thinking_token_budget, self.thinking_budget
+        if None not in (budget, alias) and budget != alias:
+            problem = "conflicts with thinking_token_budget, of which it is an alias"
+            raise RequestError.at("thinking_budget", problem)
+        if budget is not None:
+            return {"thinking_token_budget": budget, "thinking_field": "thinking_token_budget"}
+        if alias is not None:
+            return {"thinking_token_budget": alias, "thinking_field": "thinking_budget"}
+        thinking: ThinkingGiven | None = getattr(self, "thinking", None)
+        return thinking.budget_fields if thinking else {}
 
 
 class TextBody(_Sampled):
@@ -217,19 +226,17 @@ class TextBody(_Sampled):
     def requests(self, request_id: str, *, peer: str = "") -> list[CompletionRequest]:
         """Return one request per prompt. Raises RequestError."""
         if self.stream and self.best_of is not None and self.best_of > (self.n or 1):
-            text = "best_of: cannot be combined with stream: true unless it equals n"
-            raise RequestError(text, param="best_of")
+            raise RequestError.at("best_of", "cannot be combined with stream: true unless it equals n")
         num_choices = self.n or 1 if self.best_of is None else self.best_of
         num = len(self.prompt) * min(max(1, num_choices), MAX_CHOICES)
         if num > MAX_PROMPTS_TIMES_N:
-            text = f"prompt: prompts times n is {num}; at most {MAX_PROMPTS_TIMES_N} are accepted"
-            raise RequestError(text, param="prompt")
+            problem = f"prompts times n is {num}; at most {MAX_PROMPTS_TIMES_N} are accepted"
+            raise RequestError.at("prompt", problem)
         max_tokens = DEFAULT_TEXT_TOKENS if self.max_tokens is None else self.max_tokens
         shared = {**self._shared(), "max_tokens": max_tokens, "logprobs": self.logprobs, "best_of": self.best_of}
         if self.is_prompt_all:
             if self.stream:
-                text = "max_tokens: 0 cannot be combined with stream: true"
-                raise UnsupportedField(text, param="max_tokens")
+                raise UnsupportedField.at("max_tokens", "0 cannot be combined with stream: true")
             shared["max_tokens"] = 1  # the engine needs at least one token; it is not returned
         if self.echo and self.logprobs is not None:
             shared["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
@@ -270,19 +277,17 @@ class ChatBody(_Sampled, ChatSettings):
     def requests(self, request_id: str, *, peer: str = "") -> list[CompletionRequest]:
         """Return the one request. Raises RequestError."""
         if self.top_logprobs and not self.logprobs:
-            raise RequestError("top_logprobs: requires logprobs: true", param="top_logprobs")
+            raise RequestError.at("top_logprobs", "requires logprobs: true")
         is_parallel, forced = self.parallel_tool_calls is not False, self._forced()
         chat = self.chat(self.messages, has_tools=self.tool_choice != "none", is_parallel=is_parallel, forced=forced)
-        max_tokens, field = self.max_tokens, "max_tokens"
-        if self.max_completion_tokens is not None:
-            max_tokens, field = self.max_completion_tokens, "max_completion_tokens"
+        field = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        fields = {**self._shared(), "max_tokens": max_tokens, "max_tokens_field": field, "logprobs": logprobs}
+        fields = {**self._shared(), "max_tokens": getattr(self, field), "max_tokens_field": field, "logprobs": logprobs}
         if forced is not None:
             # structured_outputs constrains the whole answer; response_format only its text, and a forced call has none.
             if self.structured_outputs:
-                text = "tool_choice: a required call cannot be combined with structured_outputs"
-                raise RequestError(text, param="tool_choice")
+                problem = "a required call cannot be combined with structured_outputs"
+                raise RequestError.at("tool_choice", problem)
             fields["grammar"] = forced_grammar(forced, self.function_tools, is_parallel=is_parallel)
             fields["grammar_field"] = "tools"
         return [CompletionRequest(id=request_id, peer=peer, prompt=chat, **fields)]
@@ -292,15 +297,15 @@ class ChatBody(_Sampled, ChatSettings):
         return self.include_reasoning is False or bool(self.reasoning and self.reasoning.exclude)
 
     @property
-    def function_tools(self) -> list[ToolGiven]:
+    def function_tools(self) -> list[FunctionAsTool]:
         """The functions that the choice allows. Raises RequestError."""
-        tools, choice = super().function_tools, self.tool_choice
+        functions, choice = super().function_tools, self.tool_choice
         if not isinstance(choice, ToolsAllowed):
-            return tools
-        names = [tool.function.name for tool in tools if tool.function]
+            return functions
+        names = [function.name for function in functions]
         if missing := next((name for name in choice.names if name not in names), None):
             raise tool_not_found(missing)
-        return [tool for tool, name in zip(tools, names, strict=True) if name in choice.names]
+        return [function for function in functions if function.name in choice.names]
 
     def _forced(self) -> str | None:
         """Return the name of the tool that must be called, "" for any, or None if no call is required."""
@@ -312,9 +317,40 @@ class ChatBody(_Sampled, ChatSettings):
         return None
 
 
+class TokenizeBody(GenerationBody, ChatSettings):
+    """POST /tokenize"""
+
+    model: str | None = None
+    prompt: str | None = None
+    """Text to tokenize. Set either this or `messages`."""
+    messages: Messages | None = None
+    """Chat to tokenize, as in /v1/chat/completions."""
+    add_special_tokens: bool | None = None
+    """Default true for a prompt, as in /v1/completions, and false for messages, whose template adds them."""
+    return_token_strs: bool | None = None
+
+    def requests(self, request_id: str, *, peer: str = "") -> list[CompletionRequest]:
+        """Return the one request. Raises RequestError."""
+        if (self.prompt is None) == (self.messages is None):
+            raise RequestError.at("prompt", "set either prompt or messages")
+        prompt = self.prompt or "" if self.messages is None else self.chat(self.messages)
+        request = CompletionRequest(id=request_id, peer=peer, prompt=prompt, model=self.model or "")
+        return [replace(request, add_special_tokens=self.add_special_tokens)]
+
+
+class DetokenizeBody(GenerationBody):
+    """POST /detokenize"""
+
+    model: str | None = None
+    tokens: list[int]
+
+    def requests(self, request_id: str, *, peer: str = "") -> list[CompletionRequest]:
+        return [CompletionRequest(id=request_id, peer=peer, prompt=tuple(self.tokens), model=self.model or "")]
+
+
 def reject_fields_of_others(body: OpenAIObject) -> None:
     """Reject a field of the other endpoint, which would have no effect here. Raises UnsupportedField."""
     for name, value in (body.model_extra or {}).items():
         is_neutral = value in (None, False, [], {}, "") or (name, value) == ("best_of", 1)
         if name in {*TextBody.model_fields, *ChatBody.model_fields} and not is_neutral:
-            raise UnsupportedField(f"{name}: not supported by this endpoint", param=name)
+            raise UnsupportedField.at(name, "not supported by this endpoint")

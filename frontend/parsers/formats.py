@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
 
-from frontend.parsers.gemma4 import GEMMA4_CALL, GEMMA4_END, GEMMA4_QUOTE, gemma4
+from frontend.parsers.gemma4 import GEMMA4_MARKERS, gemma4
 from frontend.parsers.harmony import HARMONY, Frame
 from frontend.parsers.json_call import json_arguments, json_call
 from frontend.parsers.pythonic import PYTHON_END, PYTHON_START, pythonic
-from frontend.parsers.scanner import Reading, Scanner
+from frontend.parsers.scanner import MAX_NAME, Format, Reading, Scanner
 from frontend.parsers.xml_call import DSML, GLM, MINIMAX_M2, QWEN3_CODER, XmlTags, xml_calls
 
-Format: TypeAlias = Callable[[Scanner], Reading[None]]
-
 GENERIC = "generic"
-_MAX_NAME = 128
 _JSON_BEGINS = tuple(f"{fence}\n{bracket}" for fence in ("```json", "```", "") for bracket in "[{")
 _DEEPSEEK_BEGIN, _DEEPSEEK_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"  # noqa: RUF001 - DeepSeek's own bars
 _DEEPSEEK_CALL, _DEEPSEEK_CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"  # noqa: RUF001
@@ -51,7 +47,7 @@ def llama3_json(scan: Scanner) -> Reading[None]:
 
 def generic(scan: Scanner) -> Reading[None]:
     """[{"name": …, "arguments": {…}}, …] or one such object, at the beginning of the answer or of a line, and possibly
-    in a fence: the format that frontend.chat.tools_as_text asks for."""
+    in a fence: the format that frontend.chat.history.tools_as_text asks for."""
     fence = "```" if (yield from scan.optional("```json")) or (yield from scan.optional("```")) else ""
     bracket = "[" if (yield from scan.optional("[")) else "{" if (yield from scan.optional("{")) else ""
     opening = fence + bracket if bracket else ""
@@ -100,9 +96,9 @@ def _listed(scan: Scanner) -> Reading[bool]:
 
 
 def _named(scan: Scanner) -> Reading[None]:
-    name = yield from scan.before("[CALL_ID]", "[ARGS]", "{", most=_MAX_NAME)
+    name = yield from scan.before("[CALL_ID]", "[ARGS]", "{", most=MAX_NAME)
     if (yield from scan.optional("[CALL_ID]")):
-        yield from scan.before("[ARGS]", most=_MAX_NAME)
+        yield from scan.before("[ARGS]", most=MAX_NAME)
     yield from scan.optional("[ARGS]")
     yield from json_arguments(scan, name.strip())
 
@@ -110,11 +106,11 @@ def _named(scan: Scanner) -> Reading[None]:
 def deepseek_v3(scan: Scanner) -> Reading[None]:
     """DeepSeek V3 and R1 (type, separator, name, then JSON between fences), and V3.1 (name, separator, JSON)."""
     while (yield from scan.next_call(_DEEPSEEK_CALL, _DEEPSEEK_BEGIN)):
-        name = yield from scan.before(_DEEPSEEK_SEP, most=_MAX_NAME)
+        name = yield from scan.before(_DEEPSEEK_SEP, most=MAX_NAME)
         yield from scan.optional(_DEEPSEEK_SEP)
         is_fenced = name.strip() == "function" and not (yield from scan.next_is("{"))
         if is_fenced:
-            name = yield from scan.before("```json", most=_MAX_NAME)
+            name = yield from scan.before("```json", most=MAX_NAME)
             yield from scan.optional("```json")
         if (yield from json_arguments(scan, name.strip())):
             if is_fenced:
@@ -126,7 +122,7 @@ def deepseek_v3(scan: Scanner) -> Reading[None]:
 def kimi_k2(scan: Scanner) -> Reading[None]:
     """<|tool_call_begin|>functions.NAME:INDEX<|tool_call_argument_begin|>{…}<|tool_call_end|>, in a section."""
     while (yield from scan.next_call(_KIMI_CALL, _KIMI_BEGIN)):
-        id = yield from scan.before(_KIMI_ARGUMENTS, most=_MAX_NAME)
+        id = yield from scan.before(_KIMI_ARGUMENTS, most=MAX_NAME)
         yield from scan.optional(_KIMI_ARGUMENTS)
         if (yield from json_arguments(scan, _KIMI_ID.sub("", id.strip()))):
             yield from scan.optional(_KIMI_CALL_END)
@@ -148,9 +144,8 @@ class CallFormat:
 
 def _xml(tags: XmlTags, template: str) -> CallFormat:
     texts = (*tags.blocks, tags.call, tags.parameter, tags.key_end, tags.value, tags.value_end, tags.call_end)
-    return CallFormat(
-        partial(xml_calls, tags=tags), (*tags.blocks, tags.call), (*texts, *tags.block_ends), template
-    )  # fmt: skip
+    markers = (*texts, *tags.block_ends)
+    return CallFormat(partial(xml_calls, tags=tags), (*tags.blocks, tags.call), markers, template)
 
 
 _DEEPSEEK = (_DEEPSEEK_BEGIN, _DEEPSEEK_CALL)
@@ -171,7 +166,7 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
         has_named_ids=True,
     ),
     "minimax_m2": _xml(MINIMAX_M2, "<minimax:tool_call>"),
-    "gemma4": CallFormat(gemma4, (GEMMA4_CALL,), (GEMMA4_CALL, GEMMA4_END, GEMMA4_QUOTE), re.escape(GEMMA4_CALL)),
+    "gemma4": CallFormat(gemma4, GEMMA4_MARKERS[:1], GEMMA4_MARKERS, re.escape(GEMMA4_MARKERS[0])),
     "glm47": _xml(GLM, "</arg_key><arg_value>"),
     "glm45": _xml(GLM, "<arg_key>"),
     "qwen3_coder": _xml(QWEN3_CODER, "<function="),

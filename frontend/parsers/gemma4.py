@@ -7,18 +7,18 @@ import json
 from frontend.parsers.scanner import Reading, Scanner
 from frontend.parsers.xml_call import BY_JSON, as_json, begun_as_json, streamed_string, take_begun
 
-GEMMA4_CALL, GEMMA4_END, GEMMA4_QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
+GEMMA4_MARKERS = _CALL, _CALL_END, _QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 
 _MAX_NAME = 128
 _MAX_DEPTH = 64
 _MAX_WORD = 1024  # characters of a key or a number
 _NESTED = {"{": "}", "[": "]"}
-_ENDS = (",", *"{}[]", GEMMA4_QUOTE, GEMMA4_END)  # of a key or a number
+_ENDS = (",", *"{}[]", _QUOTE, _CALL_END)  # of a key or a number
 
 
 def gemma4(scan: Scanner) -> Reading[None]:
     """<|tool_call>call:NAME{key:<|"|>text<|"|>,other:[1,true]}<tool_call|>, once for each call."""
-    while (yield from scan.next_call(f"{GEMMA4_CALL}call:")):
+    while (yield from scan.next_call(f"{_CALL}call:")):
         name = (yield from scan.before("{", most=_MAX_NAME)).strip()
         if name not in scan.tools:
             scan.give_up()
@@ -26,17 +26,17 @@ def gemma4(scan: Scanner) -> Reading[None]:
         scan.begin(name)
         if (yield from _value(scan, 0)):
             scan.end_call()
-            yield from scan.optional(GEMMA4_END)
+            yield from scan.optional(_CALL_END)
         else:
             scan.give_up()
 
 
 def _value(scan: Scanner, depth: int) -> Reading[bool]:
     """Emit a value as JSON. Return whether it is whole."""
-    if (yield from scan.optional(GEMMA4_QUOTE)):
+    if (yield from scan.optional(_QUOTE)):
         scan.emit_arguments('"')
-        yield from streamed_string(scan, GEMMA4_QUOTE)
-        return (yield from scan.optional(GEMMA4_QUOTE))
+        yield from streamed_string(scan, _QUOTE)
+        return (yield from scan.optional(_QUOTE))
     for opening, closing in _NESTED.items():
         if (yield from scan.optional(opening)):
             return depth < _MAX_DEPTH and (yield from _members(scan, opening, closing, depth + 1))
@@ -53,9 +53,9 @@ def _members(scan: Scanner, opening: str, closing: str, depth: int) -> Reading[b
     is_over = yield from scan.optional(closing)
     while not is_over:
         if opening == "{":
-            is_quoted = yield from scan.optional(GEMMA4_QUOTE)
-            key = yield from scan.before(*((GEMMA4_QUOTE,) if is_quoted else (":", *_ENDS)), most=_MAX_WORD)
-            if is_quoted and not (yield from scan.optional(GEMMA4_QUOTE)):
+            is_quoted = yield from scan.optional(_QUOTE)
+            key = yield from scan.before(*((_QUOTE,) if is_quoted else (":", *_ENDS)), most=_MAX_WORD)
+            if is_quoted and not (yield from scan.optional(_QUOTE)):
                 return False
             if not (yield from scan.optional(":")):
                 return False

@@ -1,4 +1,4 @@
-"""Scanner over one answer's text as it arrives, for parsers of tool calls.
+"""Incremental parser of tool calls in one answer's text.
 
 A format is a generator that yields when it needs more text. Consumed text is kept until it is known to be markup, so
 that it can be returned as text if there is no call.
@@ -9,7 +9,7 @@ that it can be returned as text if there is no call.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
@@ -59,18 +59,58 @@ Piece: TypeAlias = str | Thought | CallPiece
 
 T = TypeVar("T")
 Reading: TypeAlias = Generator[None, None, T]  # parser that yields for more text and returns T
+Format: TypeAlias = Callable[["Scanner"], Reading[None]]
 Tools: TypeAlias = Mapping[str, Mapping[str, Any]]  # JSON schema of the arguments, by name
 
+MAX_NAME = 128  # characters of a tool's or a parameter's name
+_MAX_FED = 4096  # characters; the scanner copies what it has not consumed
 _MAX_HELD = 8192  # characters that may be the beginning of a call; longer ones are text
 
 
+class CallReader:
+    """Parser of one answer. The concatenated pieces do not depend on how the text was split, and no text is lost."""
+
+    def __init__(self, format: Format, tools: Tools) -> None:
+        """tools: calls of other names are treated as text."""
+        self._format = format
+        self._tools = tools
+        self._scan = Scanner(tools)
+        self._reading = format(self._scan)
+        self._read()
+
+    def fresh(self) -> CallReader:
+        return CallReader(self._format, self._tools)
+
+    @property
+    def is_thought(self) -> bool:
+        """True while the text is thinking that the format itself marks."""
+        return self._scan.is_thought
+
+    def add(self, text: str) -> list[Piece]:
+        pieces = list[Piece]()
+        for at in range(0, len(text), _MAX_FED):
+            self._scan.rest += text[at : at + _MAX_FED]
+            pieces += self._read()
+        return pieces
+
+    def finish(self) -> list[Piece]:
+        """Return the remaining pieces at the end of the text."""
+        self._scan.is_ended = True
+        return self._read()
+
+    def _read(self) -> list[Piece]:
+        next(self._reading, None)
+        pieces, self._scan.pieces = self._scan.pieces, []
+        return pieces
+
+
 class Scanner:
-    """Scanner of one answer."""
+    """Scanner of one answer's text, for the parser of a format."""
 
     def __init__(self, tools: Tools) -> None:
         self.tools = tools
         self.pieces: list[Piece] = []
-        self._text = ""  # not yet consumed
+        self.rest = ""  # text that has arrived and is not consumed
         self._taken: list[str] = []  # consumed since the last text or call
         self._num_taken = 0  # characters in `_taken`
         self._unemitted: list[str] = []  # consumed since the last piece of an open call
@@ -79,17 +119,6 @@ class Scanner:
         self._number = -1  # of the last call
         self._is_after_call = False  # only space has followed the last call
         self.is_thought = False  # the emitted text is thinking
-
-    def feed(self, text: str) -> None:
-        self._text += text
-
-    def end(self) -> None:
-        self.is_ended = True
-
-    @property
-    def rest(self) -> str:
-        """Text that has arrived and is not consumed."""
-        return self._text
 
     # Text
 
@@ -100,17 +129,17 @@ class Scanner:
         """
         self.forget_taken()
         while True:
-            at, marker = min(((i, m) for m in markers if (i := self._text.find(m)) >= 0), default=(-1, ""))
+            at, marker = min(((i, m) for m in markers if (i := self.rest.find(m)) >= 0), default=(-1, ""))
             if marker:
-                num = len(self._text[:at].rstrip())
+                num = len(self.rest[:at].rstrip())
                 self._emit_next(num)
                 self.take(at - num + len(marker))
                 return marker
             if self.is_ended:
                 self._emit_rest()
                 return ""
-            held = max(overlap(self._text, marker) for marker in markers)
-            self._emit_next(len(self._text[: len(self._text) - held].rstrip()))
+            held = max(overlap(self.rest, marker) for marker in markers)
+            self._emit_next(len(self.rest[: len(self.rest) - held].rstrip()))
             yield
 
     def next_call(self, call: str, *blocks: str) -> Reading[bool]:
@@ -126,13 +155,13 @@ class Scanner:
         """Emit all remaining text."""
         self.forget_taken()
         while not self.is_ended:
-            self._emit_next(len(self._text.rstrip()))
+            self._emit_next(len(self.rest.rstrip()))
             yield
         self._emit_rest()
 
     def take(self, num: int) -> str:
         """Consume `num` characters, which must have arrived."""
-        text, self._text = self._text[:num], self._text[num:]
+        text, self.rest = self.rest[:num], self.rest[num:]
         self._taken.append(text)
         self._num_taken += num
         self._unemitted.append(text)
@@ -141,9 +170,9 @@ class Scanner:
     def optional(self, literal: str) -> Reading[bool]:
         """Consume the literal, and space before it, if it comes next."""
         while True:
-            begun = self._text.lstrip()
+            begun = self.rest.lstrip()
             if begun.startswith(literal):
-                self.take(len(self._text) - len(begun) + len(literal))
+                self.take(len(self.rest) - len(begun) + len(literal))
                 return True
             if self.is_ended or not literal.startswith(begun):
                 return False
@@ -151,18 +180,18 @@ class Scanner:
 
     def next_is(self, literal: str) -> Reading[bool]:
         """Return whether the literal comes next, after space; consumes nothing."""
-        while not self.is_ended and literal.startswith(self._text.lstrip()) and literal != self._text.lstrip():
+        while not self.is_ended and literal.startswith(self.rest.lstrip()) and literal != self.rest.lstrip():
             yield
-        return self._text.lstrip().startswith(literal)
+        return self.rest.lstrip().startswith(literal)
 
     def before(self, *ends: str, most: int | None = None) -> Reading[str]:
         """Consume and return the text before the first of `ends`; "" if none occurs within `most` characters."""
         begin = 0
         while True:
-            at = min((i for end in ends if (i := self._text.find(end, begin)) >= 0), default=-1)
+            at = min((i for end in ends if (i := self.rest.find(end, begin)) >= 0), default=-1)
             if at >= 0:
                 return self.take(at) if most is None or at <= most else ""
-            begin = max(0, len(self._text) - max(map(len, ends)) + 1)
+            begin = max(0, len(self.rest) - max(map(len, ends)) + 1)
             if self.is_ended or (most is not None and begin > most):
                 return ""
             yield
@@ -206,7 +235,7 @@ class Scanner:
             self.pieces.append(CallBroken(self._number, "".join(taken), unemitted))
             return
         num_text = len(taken) if is_text else 1
-        self._text = "".join(taken[num_text:]) + self._text
+        self.rest = "".join(taken[num_text:]) + self.rest
         self.emit("".join(taken[:num_text]))
 
     def forget_taken(self) -> None:
@@ -215,13 +244,13 @@ class Scanner:
         self._num_taken = 0
 
     def _emit_rest(self) -> None:
-        if self._is_after_call and self._text.isspace():
-            self._text = ""
-        self._emit_next(len(self._text))
+        if self._is_after_call and self.rest.isspace():
+            self.rest = ""
+        self._emit_next(len(self.rest))
 
     def _emit_next(self, num: int) -> None:
         """Emit the next `num` characters as text."""
-        text, self._text = self._text[:num], self._text[num:]
+        text, self.rest = self.rest[:num], self.rest[num:]
         self.emit(text)
 
     def emit(self, text: str) -> None:

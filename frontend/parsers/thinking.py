@@ -57,7 +57,6 @@ class ThinkingReader:
         self.is_unopened = False  # a closing tag without an opening one: all text before it is thinking
 
     def fresh(self) -> ThinkingReader:
-        """Return a fresh reader in the initial state."""
         return ThinkingReader(self._tags, self._start, calls=self._marks[1:], first=self._first)
 
     def behind_call(self) -> ThinkingReader:
@@ -92,9 +91,9 @@ class ThinkingReader:
         held, self._held = self._held, ""
         if self._state == "in calls":
             return "", "", "".join([*self._in_calls, held])
-        return (
-            (held.rstrip(), "", "") if self.is_inside else ("", held.lstrip() if self._state == "closed" else held, "")
-        )
+        if self.is_inside:
+            return held.rstrip(), "", ""
+        return "", held.lstrip() if self._state == "closed" else held, ""
 
     def _open(self) -> None:
         begun, opening = self._held.lstrip(), self._tags.opening
@@ -106,9 +105,6 @@ class ThinkingReader:
 
     def _look_for_closing(self) -> str:
         """Return the text before the closing tag. A call ends the search: no thinking ends behind a call."""
-        if not self._may_begin_mark(self._held):
-            text, self._held = self._held, ""
-            return text
         at, mark = _first(self._held, self._marks)
         if mark == self._tags.closing:
             text, self._held = self._held[:at], self._held[at + len(mark) :]

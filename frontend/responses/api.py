@@ -8,29 +8,26 @@ import secrets
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from core.types.errors import RequestError, UnsupportedField, outcome_of
+from core.types.errors import RequestError, UnsupportedField
 from frontend.access.limits import RequestContext
 from frontend.http.connections import HTTP_ENDPOINT
-from frontend.http.event_stream import COMMENT, JSON, json_answer, to_json, whole_answer
+from frontend.http.event_stream import JSON, json_answer, to_json, whole_answer
 from frontend.http.request_contexts import Endpoints, HttpRequestContexts, Opener, client_of, tenant_of
-from frontend.openai.errors import OpenAIErrors, error_body
+from frontend.openai.errors import OpenAIErrors
 from frontend.openai.fields import also_ignored
-from frontend.openai.forms import ChatForm
 from frontend.responses.answer import ResponseAnswer
 from frontend.responses.store import SMALL_BYTES
 from frontend.responses.stored import StoredResponses
-from frontend.responses.turn import StoredTurn, Turn, id_of
-from frontend.responses.types import ResponsesBody
+from frontend.responses.types import ResponsesBody, StoredTurn, Turn, id_of
 from frontend.text.completion import Models
 from frontend.text.completion_request import MAX_REQUEST_BYTES
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 _LISTED, _MAX_LISTED = 20, 100  # items per page
@@ -51,7 +48,6 @@ class ResponsesApi:
         return {"/v1/responses": self.create}
 
     def add_to(self, app: FastAPI) -> None:
-        """Add the other endpoints."""
         for path, method, endpoint in (
             ("/v1/responses/{id}", "GET", self._read),
             ("/v1/responses/{id}", "DELETE", self._delete),
@@ -82,9 +78,7 @@ class ResponsesApi:
 
         answer = ResponseAnswer(
             id=id,
-            model=completion.model_name,
             completion=completion,
-            form=ChatForm(completion.service.tokenizer),
             echoed_fields={**echoed, **chosen},
             keep=keep,
             stores=body.store is not False and self._stored.stores,
@@ -104,13 +98,13 @@ class ResponsesApi:
                 stored[id] = await self._stored.get(tenant_of(request), id, held, param=field)
                 num_bytes += len(stored[id])
                 if num_bytes > MAX_REQUEST_BYTES:
-                    text = f"input: the referenced responses exceed {MAX_REQUEST_BYTES} bytes; reference fewer"
-                    raise RequestError(text, param="input")
-            return await self._run(request, num_bytes, turn.completed, stored, request)
+                    problem = f"the referenced responses exceed {MAX_REQUEST_BYTES} bytes; reference fewer"
+                    raise RequestError.at("input", problem)
+            return await self._run(request, num_bytes, partial(turn.completed, stored, request))
 
     async def _read(self, request: Request, request_context: RequestContext) -> Response:
         if request.query_params.get("stream") in ("true", "True", "1"):
-            raise UnsupportedField("stream: stored responses cannot be streamed", param="stream")
+            raise UnsupportedField.at("stream", "stored responses cannot be streamed")
         return await self._shown(request, request_context, lambda turn: turn.response)
 
     async def _delete(self, request: Request, request_context: RequestContext) -> Response:
@@ -126,59 +120,35 @@ class ResponsesApi:
         self, request: Request, request_context: RequestContext, part: Callable[[StoredTurn], object]
     ) -> Response:
         """Return a part of a stored response, whose memory stays reserved until it has been sent."""
-
-        def written(value: bytes) -> bytes:
-            return to_json(part(StoredTurn.of(value)))
-
         with ExitStack() as held:
             with self._request_contexts.audited(request):
                 value = await self._stored.get(tenant_of(request), request.path_params["id"], held)
-                body = await self._run(request, len(value), written, value)
+                body = await self._run(request, len(value), lambda: to_json(part(StoredTurn.of(value))))
             headers = await request_context.charge([])
             return HeldAnswer(body, headers, held.pop_all(), within_s=HTTP_ENDPOINT.message_s)
 
-    async def _run(
-        self, request: Request, num_bytes: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs
-    ) -> T:
+    async def _run(self, request: Request, num_bytes: int, work: Callable[[], T]) -> T:
         """Run `work` on `num_bytes` bytes: on another thread, unless they are few."""
         if num_bytes <= SMALL_BYTES:
-            return work(*args, **kwargs)
-        return await self._models.default.threads.run(client_of(request).key_id, work, *args, **kwargs)
+            return work()
+        return await self._models.default.threads.run(client_of(request).key_id, work)
 
 
 def _page(turn: StoredTurn, query: Mapping[str, str]) -> JSON:
     """Return the requested page of input items. Raises RequestError."""
-    limit, after = page_size(query, default=_LISTED, most=_MAX_LISTED), query.get("after")
-    ordered = turn.input[::-1] if is_newest_first(query) else turn.input
+    limit, order, after = query.get("limit", str(_LISTED)), query.get("order", "desc"), query.get("after")
+    if not (limit.isdecimal() and len(limit) < 6 and 1 <= int(limit) <= _MAX_LISTED):
+        raise RequestError.at("limit", f"must be from 1 to {_MAX_LISTED}")
+    if order not in ("asc", "desc"):
+        raise RequestError.at("order", "must be asc or desc")
+    ordered = turn.input[::-1] if order == "desc" else turn.input
     begin = 0
     if after:
         begin = next((n for n, item in enumerate(ordered, 1) if id_of(item) == after), len(ordered))
-    end = begin + limit
-    listed = ordered[begin:end]
+    listed = ordered[begin : begin + int(limit)]
     ids = [id_of(item) for item in listed] or [""]
-    return {
-        "object": "list",
-        "data": listed,
-        "first_id": ids[0],
-        "last_id": ids[-1],
-        "has_more": end < len(ordered),
-    }
-
-
-def page_size(query: Mapping[str, str], *, default: int, most: int) -> int:
-    """Return the `limit` parameter. Raises RequestError."""
-    limit = query.get("limit", str(default))
-    if not (limit.isdecimal() and len(limit) < 6 and 1 <= int(limit) <= most):
-        raise RequestError(f"limit: must be from 1 to {most}", param="limit")
-    return int(limit)
-
-
-def is_newest_first(query: Mapping[str, str]) -> bool:
-    """Return whether `order` is desc, the default. Raises RequestError."""
-    order = query.get("order", "desc")
-    if order not in ("asc", "desc"):
-        raise RequestError("order: must be asc or desc", param="order")
-    return order == "desc"
+    has_more = begin + len(listed) < len(ordered)
+    return {"object": "list", "data": listed, "first_id": ids[0], "last_id": ids[-1], "has_more": has_more}
 
 
 _PART_BYTES = 64 * 1024  # after each part the event loop runs other tasks, and a slow client is awaited
@@ -220,20 +190,15 @@ _NAMES = {
 _OF_CHAT = re.compile(rf"({'|'.join(_NAMES)})\b[\w.\[\]]*")
 
 
-class ResponsesErrors:
-    """Error format for one request: OpenAI's, with this API's field names. Implements ErrorForm."""
-
-    keepalive = COMMENT
+class ResponsesErrors(OpenAIErrors):
+    """Error format for one request: OpenAI's, with this API's field names."""
 
     def __init__(self, answer: ResponseAnswer | None = None) -> None:
         """answer: the response being streamed, if any."""
         self._answer = answer
 
     def whole(self, error: BaseException) -> tuple[int, dict[str, Any]]:
-        return outcome_of(error).http, error_body(_named(error))
-
-    def http(self, status: int, *, phrase: str, message: str) -> dict[str, Any]:
-        return OpenAIErrors().http(status, phrase=phrase, message=message)
+        return super().whole(_named(error))
 
     def events(self, error: BaseException) -> bytes:
         assert self._answer
@@ -246,8 +211,4 @@ def _named(error: BaseException) -> BaseException:
         return error
     if isinstance(error, UnsupportedField) and error.param in _NAMES:
         return error  # the client used the chat's name
-    return type(error)(_OF_CHAT.sub(_name, str(error), count=1), param=_NAMES[found[1]])
-
-
-def _name(found: re.Match[str]) -> str:
-    return _NAMES[found[1]]
+    return type(error)(_OF_CHAT.sub(lambda name: _NAMES[name[1]], str(error), count=1), param=_NAMES[found[1]])

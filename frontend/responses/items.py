@@ -3,45 +3,30 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
-from pydantic_core import PydanticCustomError
 
 from core.types.errors import RequestError
 from frontend.http.event_stream import JSON
-from frontend.openai.fields import UNSUPPORTED, Ignored, OpenAIObject
+from frontend.openai.fields import Ignored, OpenAIObject
 from frontend.openai.messages import (
     MAX_PARTS,
     CalledFunction,
     CallInHistory,
     ChatMessage,
     ContentPart,
+    MessageDraft,
     as_parts,
 )
 from frontend.text.completion_request import MAX_MESSAGES, MAX_ROLE_CHARS
 
 MAX_ID_CHARS = 128
-_MAX_SHOWN = 64  # characters of a client's value in an error message
 _ID_PREFIX = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 REFERENCE = "item_reference"
 _NEEDED = {"message": ("role", "content"), "function_call": ("call_id", "name"),
            "function_call_output": ("call_id",), REFERENCE: ("id",)}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Kinds:
-    """Validator that rejects other values of `type` by name."""
-
-    taken: tuple[str, ...]
-
-    def __call__(self, value: str | None) -> str | None:
-        if value is not None and value not in self.taken:
-            context = {"value": value[:_MAX_SHOWN], "taken": ", ".join(self.taken)}
-            raise PydanticCustomError(UNSUPPORTED, "'{value}' is not supported; supported: {taken}", context)
-        return value
 
 
 def _output(value: Any) -> Any:
@@ -123,7 +108,6 @@ class InputItem(OpenAIObject):
 
     @property
     def function(self) -> CalledFunction:
-        """The called function."""
         given = {"input": self.input, "action": self.action, "operation": self.operation}
         made = json.dumps({name: value for name, value in given.items() if value is not None}, ensure_ascii=False)
         name = self.name or (self.type or "").removesuffix("_call")
@@ -134,7 +118,7 @@ class InputItem(OpenAIObject):
         for name in _NEEDED.get(self.type or "message", ()):
             given = getattr(self, name)
             if given is None or (name == "id" and not given):
-                raise RequestError(f"{path}.{name}: required for type {self.kind}", param=f"{path}.{name}")
+                raise RequestError.at(f"{path}.{name}", f"required for type {self.kind}")
 
     def to_store(self, default_id: str) -> JSON:
         """Return the item as it is stored and returned. default_id: used if the client set no id."""
@@ -196,59 +180,25 @@ def shown(items: Sequence[InputItem]) -> list[int]:
 def messages_of(items: Sequence[InputItem], instructions: str | None) -> list[ChatMessage]:
     """Convert items to messages. Consecutive assistant items (thoughts, text, calls, in this order) form one."""
     text = ContentPart.model_construct(type="text", text=instructions)
-    given = [_message("system", [text], path="instructions")] if instructions else []
-    return [*given, *_messages((items[number], f"input[{number}]") for number in shown(items))]
-
-
-def _messages(items: Iterable[tuple[InputItem, str]]) -> Iterator[ChatMessage]:
-    turn: _Turn | None = None  # the assistant's open message
-    for item, path in items:
-        if turn and not turn.takes(item):
-            yield turn.message()
-            turn = None
-        if item.is_assistants:
-            turn = turn or _Turn(path)
-            turn.add(item)
+    drafts = [MessageDraft("system", "instructions", [text])] if instructions else []
+    before = ""  # kind of the assistant's last item; empty if it is not the assistant's turn
+    for number in shown(items):
+        item, path = items[number], f"input[{number}]"
+        if not item.is_assistants:
+            role = "tool" if item.kind == "function_call_output" else item.role or ""
+            drafts.append(MessageDraft(role, path, item.parts, answered=item.call_id))
+            before = ""
+            continue
+        if before != "reasoning" and not (before and item.kind == "function_call"):
+            drafts.append(MessageDraft("assistant", path))
+        before, draft = item.kind, drafts[-1]
+        if item.kind == "reasoning":
+            draft.thoughts.append(item.thinking)
+        elif item.kind == "function_call":
+            draft.calls.append(CallInHistory.model_construct(id=item.call_id, function=item.function))
         else:
-            answers = item.kind == "function_call_output"
-            role = "tool" if answers else item.role or ""
-            yield _message(role, item.parts, path=path, tool_call_id=item.call_id)
-    if turn:
-        yield turn.message()
-
-
-@dataclass
-class _Turn:
-    """Assistant message under construction: thoughts, then one text, then calls."""
-
-    path: str
-    thoughts: list[str] = field(default_factory=list)
-    texts: list[ContentPart] | None = None
-    calls: list[CallInHistory] = field(default_factory=list)
-
-    def takes(self, item: InputItem) -> bool:
-        return item.kind == "function_call" or (item.is_assistants and self.texts is None and not self.calls)
-
-    def add(self, item: InputItem) -> None:
-        match item.kind:
-            case "reasoning":
-                self.thoughts.append(item.thinking)
-            case "function_call":
-                self.calls.append(CallInHistory.model_construct(id=item.call_id, function=item.function))
-            case _:
-                self.texts = item.parts
-
-    def message(self) -> ChatMessage:
-        thoughts = "\n".join(self.thoughts) if self.thoughts else None
-        return _message(
-            "assistant", self.texts, path=self.path, tool_calls=self.calls or None, reasoning_content=thoughts
-        )
-
-
-def _message(role: str, content: list[ContentPart] | None, *, path: str, **fields: Any) -> ChatMessage:
-    message = ChatMessage.model_construct(role=role, content=content, **fields)
-    message._path = path
-    return message
+            draft.parts = item.parts
+    return [draft.message() for draft in drafts]
 
 
 def _text(parts: Sequence[ContentPart] | None) -> str:

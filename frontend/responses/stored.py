@@ -17,8 +17,7 @@ from redis.exceptions import TimeoutError as RedisTimeout
 from core.index.redis_client import RedisReach, connect_redis
 from core.types.errors import CapacityError, StoreUnavailable, UnknownResponse
 from frontend.http.body import ByteBudget
-from frontend.responses.redis_store import RedisResponses
-from frontend.responses.store import SMALL_BYTES, MemoryResponses, ResponseStore, StoreBounds
+from frontend.responses.store import SMALL_BYTES, RedisResponses, ResponseStore, StoreBounds
 
 T = TypeVar("T")
 
@@ -52,11 +51,6 @@ class StoredResponses:
             return cls(None, bounds)
         redis, large = connect_redis(url, within_s=_WITHIN_S), connect_redis(url, within_s=_LARGE_WITHIN_S)
         return cls(RedisResponses(redis, bounds, name=name, key=key, large=large), bounds, redis, large)
-
-    @classmethod
-    def in_memory(cls, bounds: StoreBounds) -> StoredResponses:
-        """Create storage for this router alone."""
-        return cls(MemoryResponses(bounds), bounds)
 
     @property
     def stores(self) -> bool:

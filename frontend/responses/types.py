@@ -1,22 +1,27 @@
-"""Request body of POST /v1/responses, and its conversion to a chat.
+"""Request body of POST /v1/responses, its conversion to a chat, and the stored responses that it refers to.
 
 Reference: https://platform.openai.com/docs/api-reference/responses
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
+import msgspec
+from fastapi import Request
 from msgspec import Raw
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+from pydantic_core import PydanticCustomError
 
-from core.types.errors import RequestError
+from core.types.errors import RequestError, UnknownResponse
 from frontend.chat.chat import Chat
 from frontend.http.event_stream import JSON, to_json
-from frontend.http.request_contexts import GenerationBody
+from frontend.http.request_contexts import GenerationBody, ParsedBody
 from frontend.openai.constraints import ResponseFormat
-from frontend.openai.fields import EMPTY, Ignored, Integer, Only, OpenAIObject, Unsupported
+from frontend.openai.fields import EMPTY, UNSUPPORTED, Ignored, Integer, Only, OpenAIObject, Unsupported
 from frontend.openai.messages import (
     MAX_TOOLS,
     FunctionAsTool,
@@ -28,11 +33,15 @@ from frontend.openai.messages import (
     ToolsAllowed,
 )
 from frontend.openai.types import ChatBody, TopLogprobs, reject_fields_of_others
-from frontend.responses.items import Id, Items, Kinds, messages_of
-from frontend.text.completion_request import CompletionRequest
+from frontend.responses.items import REFERENCE, Id, InputItem, Items, messages_of, shown
+from frontend.text.completion_request import MAX_REQUEST_BYTES, CompletionRequest
 
 _MAX_PAIRS = 16  # of metadata
-_MAX_KEY, _MAX_VALUE = 64, 512  # characters
+_Key = Annotated[str, Field(max_length=64)]
+_Value = Annotated[str, Field(max_length=512)]
+_AS_IN_A_CHAT: Any = Field(default=None, description="Extension; see /v1/chat/completions.")
+_FORMATS = ("text", "json_object", "json_schema")
+_MAX_TOLD = 64  # characters of a client's value in an error message
 _LOGPROBS = "message.output_text.logprobs"
 # Fields that a chat has under the same name.
 _SAME = ("model", "temperature", "top_p", "user", "tool_choice", "parallel_tool_calls", "seed", "top_k", "min_p",
@@ -58,8 +67,15 @@ class FunctionTool(OpenAIObject):
         return ToolGiven.model_construct(type="function", function=FunctionAsTool.model_construct(**fields))
 
 
+def _format_type(value: str) -> str:
+    if value not in _FORMATS:
+        context = {"value": value[:_MAX_TOLD], "formats": ", ".join(_FORMATS)}
+        raise PydanticCustomError(UNSUPPORTED, "'{value}' is not supported; supported: {formats}", context)
+    return value
+
+
 class TextFormat(OpenAIObject):
-    type: Annotated[str, AfterValidator(Kinds(("text", "json_object", "json_schema")))]
+    type: Annotated[str, AfterValidator(_format_type)]
     name: str | None = None
     description: str | None = None
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
@@ -121,39 +137,20 @@ class ResponsesBody(GenerationBody):
     """`message.output_text.logprobs`; other values have no effect."""
     top_logprobs: TopLogprobs | None = None
     """Return this many of the most likely tokens beside each token of the text."""
-    metadata: (
-        Annotated[
-            dict[
-                Annotated[str, Field(max_length=_MAX_KEY)],
-                Annotated[str, Field(max_length=_MAX_VALUE)],
-            ],
-            Field(max_length=_MAX_PAIRS),
-        ]
-        | None
-    ) = None
+    metadata: Annotated[dict[_Key, _Value], Field(max_length=_MAX_PAIRS)] | None = None
     """Returned with the response. At most 16 pairs; keys of 64, values of 512 characters."""
     user: str | None = None
     """Id of the end user. Users of a tenant share its capacity fairly."""
-    seed: Integer | None = None
-    """Extension; see /v1/chat/completions."""
-    top_k: Integer | None = None
-    """Extension; see /v1/chat/completions."""
-    min_p: float | None = None
-    """Extension; see /v1/chat/completions."""
-    presence_penalty: float | None = None
-    """Extension; see /v1/chat/completions."""
-    frequency_penalty: float | None = None
-    """Extension; see /v1/chat/completions."""
-    repetition_penalty: float | None = None
-    """Extension; see /v1/chat/completions."""
-    cache_salt: str | None = None
-    """Extension; see /v1/chat/completions."""
-    priority: Integer | None = None
-    """Extension; see /v1/chat/completions."""
-    chat_template_kwargs: dict[str, Any] | None = None
-    """Extension; see /v1/chat/completions."""
-    thinking_token_budget: Integer | None = None
-    """Extension; see /v1/chat/completions."""
+    seed: Integer | None = _AS_IN_A_CHAT
+    top_k: Integer | None = _AS_IN_A_CHAT
+    min_p: float | None = _AS_IN_A_CHAT
+    presence_penalty: float | None = _AS_IN_A_CHAT
+    frequency_penalty: float | None = _AS_IN_A_CHAT
+    repetition_penalty: float | None = _AS_IN_A_CHAT
+    cache_salt: str | None = _AS_IN_A_CHAT
+    priority: Integer | None = _AS_IN_A_CHAT
+    chat_template_kwargs: dict[str, Any] | None = _AS_IN_A_CHAT
+    thinking_token_budget: Integer | None = _AS_IN_A_CHAT
     background: Annotated[bool | None, AfterValidator(Only((False,)))] = None
     stream_options: Ignored = None
     max_tool_calls: Ignored = None
@@ -182,12 +179,12 @@ class ResponsesBody(GenerationBody):
     def check_items(self) -> None:
         """Check that there is input, and each item. Raises RequestError."""
         if not self.input:
-            raise RequestError("input: must not be empty", param="input")
+            raise RequestError.at("input", "must not be empty")
         for number, item in enumerate(self.input):
             item.check(f"input[{number}]")
         for number, tool in enumerate(self.tools or ()):
             if not tool.skipped and tool.name is None:
-                raise RequestError(f"tools[{number}].name: required", param=f"tools[{number}].name")
+                raise RequestError.at(f"tools[{number}].name", "required")
 
     def echoed_fields(self) -> JSON:
         """Return the request fields that a response repeats; large ones are encoded already.
@@ -196,7 +193,7 @@ class ResponsesBody(GenerationBody):
         """
         tools = [tool.model_dump(by_alias=True, exclude_unset=True) for tool in self.tools or () if not tool.skipped]
         config = self.text.format if self.text else None
-        shown = config.model_dump(by_alias=True, exclude_none=True) if config else {"type": "text"}
+        format = config.model_dump(by_alias=True, exclude_none=True) if config else {"type": "text"}
         return {
             "background": False,
             "instructions": Raw(to_json(self.instructions)),
@@ -207,7 +204,7 @@ class ResponsesBody(GenerationBody):
             "reasoning": {"effort": self.reasoning.effort if self.reasoning else None, "summary": None},
             "service_tier": "default",
             "temperature": self.temperature,
-            "text": Raw(to_json({"format": shown})),
+            "text": Raw(to_json({"format": format})),
             "tool_choice": _shown(self.tool_choice),
             "tools": Raw(to_json([{"parameters": None, "strict": None, **tool} for tool in tools])),
             "top_logprobs": self.top_logprobs or 0,
@@ -239,3 +236,118 @@ def _shown(choice: str | ToolNamed | ToolsAllowed | None) -> str | JSON:
         case ToolsAllowed(mode, names):
             return {"type": "allowed_tools", "mode": mode, "tools": [_shown(ToolNamed(name)) for name in names]}
     return choice or "auto"
+
+
+MAX_REFERRED = 64  # responses referenced by the items of one body
+PREVIOUS = "previous_response_id"
+_ID = re.compile(r"[a-z]+_([0-9a-f]{32})_i?[0-9]{1,6}")  # item id, which contains that of its response
+
+
+class StoredTurn(msgspec.Struct):
+    """Stored form of a response."""
+
+    response: Raw
+    input: list[Raw]  # items, including those of all previous turns
+
+    @classmethod
+    def of(cls, value: bytes) -> StoredTurn:
+        """Decode a stored value. Raises UnknownResponse."""
+        try:
+            return msgspec.json.decode(value, type=cls)
+        except msgspec.MsgspecError:
+            raise _other_form() from None
+
+    @property
+    def items(self) -> list[Raw]:
+        """Items of its input, then of its output."""
+        return [*self.input, *msgspec.json.decode(self.response, type=_Output).output]
+
+
+def id_of(item: Raw) -> str:
+    return msgspec.json.decode(item, type=_Named).id
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """Parsed body with everything derived from visiting all of it."""
+
+    body: ResponsesBody
+    # Input in stored form: history included, items that the model does not see excluded.
+    items: Sequence[Raw]
+    echoed_fields: JSON
+    needed: Mapping[str, str]  # ids of referenced responses, and the field that names each
+    parsed: ParsedBody[ResponsesBody] | None = None  # None while referenced responses are missing
+
+    @classmethod
+    def of(cls, request: Request, id: str, body: ResponsesBody) -> Turn:
+        """Build the turn of a body. id: of the new response. Raises RequestError."""
+        body.check_items()
+        own = id.partition("_")[2]
+        items = [Raw(to_json(item.to_store(f"{own}_i{number}"))) for number, item in enumerate(body.input)]
+        needed = dict.fromkeys(_referred(body.input), "input")
+        if len(needed) > MAX_REFERRED:
+            problem = f"items refer to {len(needed)} responses; at most {MAX_REFERRED} are accepted"
+            raise RequestError.at("input", problem)
+        if body.previous_response_id is not None:
+            needed[body.previous_response_id] = PREVIOUS
+        turn = cls(body=body, items=items, echoed_fields=body.echoed_fields(), needed=needed)
+        return turn if needed else turn._with_request(request, body)
+
+    def completed(self, stored: Mapping[str, bytes], request: Request) -> Turn:
+        """Add the referenced responses. stored: their values, by id. Raises RequestError."""
+        try:
+            turns = {id: StoredTurn.of(value) for id, value in stored.items()}
+            known = {id_of(item): item for id in set(_referred(self.body.input)) for item in turns[id].items}
+            previous = self.body.previous_response_id
+            history = turns[previous].items if previous is not None else []
+            items = [self._resolved(number, item, known) for number, item in enumerate(self.items)]
+            whole = [*history, *items]
+            if sum(memoryview(item).nbytes for item in whole) > MAX_REQUEST_BYTES:  # the limit of a body
+                problem = f"exceeds {MAX_REQUEST_BYTES} bytes, including its history and referenced items"
+                raise RequestError.at("input", problem)
+            read = _ITEMS.validate_json(to_json(whole))
+        except (msgspec.MsgspecError, ValidationError):
+            raise _other_form() from None
+        return replace(self, items=whole)._with_request(request, self.body.model_copy(update={"input": read}))
+
+    def _with_request(self, request: Request, body: ResponsesBody) -> Turn:
+        """Build the request. body: with history and referenced items resolved. Raises RequestError."""
+        items = [self.items[number] for number in shown(body.input)]
+        return replace(self, items=items, parsed=ParsedBody.of(request, body))
+
+    def _resolved(self, number: int, item: Raw, known: Mapping[str, Raw]) -> Raw:
+        given = self.body.input[number]
+        if given.kind != REFERENCE:
+            return item
+        if (found := known.get(given.id or "")) is None:
+            raise _no_item(number, given)
+        return found
+
+
+class _Output(msgspec.Struct):
+    output: list[Raw]
+
+
+class _Named(msgspec.Struct):
+    id: str
+
+
+_ITEMS = TypeAdapter(list[InputItem])
+
+
+def _referred(items: Sequence[InputItem]) -> Iterator[str]:
+    """Yield the ids of the responses whose items are referenced. Raises UnknownResponse."""
+    for number, item in enumerate(items):
+        if item.kind == REFERENCE:
+            if not (found := _ID.fullmatch(item.id or "")):
+                raise _no_item(number, item)
+            yield f"resp_{found[1]}"
+
+
+def _no_item(number: int, item: InputItem) -> UnknownResponse:
+    problem = f"item {(item.id or '')[:_MAX_TOLD]!r} not found; send the item itself"
+    return UnknownResponse.at(f"input[{number}].id", problem)
+
+
+def _other_form() -> UnknownResponse:
+    return UnknownResponse("the stored response has an unknown format", param=PREVIOUS)

@@ -15,15 +15,14 @@ from core.types.errors import CapacityError, RequestError
 from core.types.json_schema import DROPPED, rewritten
 from core.types.request import Grammar, GrammarKind, ThinkingBudget
 from frontend.chat.chat import Chat
-from frontend.chat.output_format import OutputFormat
+from frontend.chat.output_format import SCHEMAS, OutputFormat, may_think
 from frontend.parsers.formats import GENERIC
 from frontend.parsers.harmony import HARMONY
-from frontend.parsers.thinking import Start, Tags
+from frontend.parsers.thinking import Tags
 from frontend.structured_output.lark import MAY_BE_WEAKENED, in_lark, lenient, structural_tag_rules, weakened
 from frontend.text.completion_request import CompletionRequest
 from frontend.text.text_threads import TextThreads
 
-_SCHEMAS = (GrammarKind.JSON_SCHEMA, GrammarKind.LENIENT_JSON_SCHEMA)
 _COMPILE_S = 0.9  # so that a client gets an error within a second
 _NUM_THREADS = 2  # one key can occupy one of them
 _MAX_KNOWN = 1024  # cached outcomes; 64 MiB at most
@@ -68,11 +67,6 @@ _CALLS["deepseek_v3"] = replace(
 )
 
 
-def may_think(grammar: Grammar | None, start: Start) -> bool:
-    """Return whether the answer has room for thinking first. start: the end of its prompt."""
-    return grammar is None or (grammar.kind in (*_SCHEMAS, GrammarKind.STRUCTURAL_TAG) and start != "after")
-
-
 def with_weakened_schema(request: CompletionRequest) -> tuple[CompletionRequest, list[str]]:
     """Return the request with a strict schema that a grammar can follow, and the paths of what was weakened.
 
@@ -115,7 +109,7 @@ def _bound_answer(request: CompletionRequest, output_format: OutputFormat, promp
         return _lark(f"start: {thought}answer", *rules, *structural_tag_rules(grammar.text, param, special))
     if not isinstance(chat, Chat):
         return grammar
-    head = special.literal(frame.text) if frame and start == "before" and grammar.kind in _SCHEMAS else ""
+    head = special.literal(frame.text) if frame and start == "before" and grammar.kind in SCHEMAS else ""
     tools = chat.tools if chat.forced is None or head else ()
     if not (tools or thought or head):
         return grammar
@@ -156,7 +150,7 @@ def _thought(tags: Tags, output_format: OutputFormat, *, is_open: bool) -> Itera
 def _calls(request: CompletionRequest, chat: Chat, output_format: OutputFormat) -> Iterator[str]:
     assert request.grammar is not None
     form = _CALLS.get(output_format.calls or "")
-    if form is None or request.grammar.kind not in _SCHEMAS:
+    if form is None or request.grammar.kind not in SCHEMAS:
         text = f"tools: cannot be combined with {request.grammar_field} here; set tool_choice to none or required"
         raise RequestError(text, param="tools")
     literal = output_format.special.literal

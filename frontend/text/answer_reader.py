@@ -10,12 +10,10 @@ from itertools import takewhile
 
 from core.types.request import Grammar
 from frontend.chat.chat import Chat
-from frontend.chat.output_format import OutputFormat
-from frontend.parsers.call_reader import CallReader
-from frontend.parsers.formats import CALL_FORMATS, CallFormat, Format, forced_call, forced_calls, named_id
-from frontend.parsers.scanner import CallArguments, CallBegun, CallBroken, CallEnded, Piece, Thought
+from frontend.chat.output_format import OutputFormat, may_think
+from frontend.parsers.formats import CALL_FORMATS, CallFormat, forced_call, forced_calls, named_id
+from frontend.parsers.scanner import CallArguments, CallBegun, CallBroken, CallEnded, CallReader, Format, Piece, Thought
 from frontend.parsers.thinking import ThinkingReader
-from frontend.structured_output.constrained_answer import may_think
 
 
 @dataclass(slots=True)

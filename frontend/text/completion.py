@@ -30,8 +30,7 @@ from core.types.prompt_logprobs import PromptLogprobs
 from core.types.request import OFFLINE, Grammar, Sampling, SequenceRequest, ThinkingBudget
 from frontend.chat.chat import Chat
 from frontend.chat.chat_template import ChatTemplate
-from frontend.chat.output_format import OutputFormat
-from frontend.chat.thinking import thinking_budget
+from frontend.chat.output_format import OutputFormat, thinking_budget
 from frontend.structured_output.constrained_answer import GrammarCheck, bound_answer, with_weakened_schema
 from frontend.structured_output.lark import SpecialTokens
 from frontend.text.answer_events import AnswerEvents, ChoiceText, TokenClock, UnreadLimit, best_of

@@ -64,6 +64,10 @@ class Delta:
 
     def write(self, parts: AnswerParts) -> None:
         """Pass everything but tokens and logprobs to `parts`."""
+        if not self.has_more_than_text:
+            if self.text:
+                parts.text(self.text)
+            return
         for call in self.calls[: self.num_continued]:
             parts.call(call)
         if self.thinking:
@@ -81,12 +85,13 @@ class Delta:
         if at < len(self.text):
             parts.text(self.text[at:])
 
-    def text_with_broken(self, *, is_whole: bool) -> str:
-        """Return the text including that of broken calls: all of it, or only the unsent rest."""
+    @property
+    def text_with_rest(self) -> str:
+        """The text including the unsent rest of broken calls."""
         text = self.text
         for call in reversed(self.calls):
             if call.broken is not None:
-                text = text[: call.at] + (call.broken if is_whole else call.rest) + text[call.at :]
+                text = text[: call.at] + call.rest + text[call.at :]
         return text
 
 

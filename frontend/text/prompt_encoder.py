@@ -10,8 +10,7 @@ from core.types.errors import ContextLengthExceeded, RequestError
 from core.types.request import MAX_BAD_WORD_TOKENS
 from frontend.chat.chat import Chat
 from frontend.chat.chat_template import ChatTemplate
-from frontend.chat.output_format import OutputFormat
-from frontend.chat.thinking import thinking_variables, unheeded_fields
+from frontend.chat.output_format import OutputFormat, thinking_variables, unheeded_fields
 from frontend.text.completion_request import CompletionRequest, ModelCard, check, check_token_ids
 from frontend.text.text_threads import TextThreads
 from frontend.text.tokenizer import Tokenizer

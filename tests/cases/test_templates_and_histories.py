@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from frontend.chat.template_files import find_chat_template
+from frontend.chat.chat_template import find_chat_template
 from tests.cases.served import HI, TEMPLATES, Serve, function
 
 _CHAT, _MESSAGES, _RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"

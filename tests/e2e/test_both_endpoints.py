@@ -13,8 +13,7 @@ from openai import AsyncOpenAI
 from core.rpc import inference_pb2 as pb
 from core.rpc import inference_pb2_grpc as rpc
 from core.types.request import Role, Sampling
-from frontend.chat.chat_template import ChatTemplate
-from frontend.chat.template_files import find_chat_template
+from frontend.chat.chat_template import ChatTemplate, find_chat_template
 from frontend.text.tokenizer import Tokenizer
 from tests.e2e.conftest import Lab, smollm2_tree
 from tests.support.plain_http import http_client

@@ -13,8 +13,7 @@ from transformers import PreTrainedModel
 
 from core.model.source import resolve
 from core.types.request import Sampling
-from frontend.chat.chat_template import ChatTemplate
-from frontend.chat.template_files import find_chat_template
+from frontend.chat.chat_template import ChatTemplate, find_chat_template
 from frontend.text.tokenizer import Tokenizer
 from tests.core.model.test_tokenizer_formats import write_tekken
 from tests.e2e.conftest import Lab, exact_tree

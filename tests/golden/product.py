@@ -20,8 +20,7 @@ from core.types.request import Role, SampledToken, Sampling, TokenRules
 from engine.config import EngineConfig
 from engine.runner.runner import ModelRunner
 from engine.tools.offline import generate
-from frontend.chat.chat_template import ChatTemplate
-from frontend.chat.template_files import find_chat_template
+from frontend.chat.chat_template import ChatTemplate, find_chat_template
 from frontend.http.openapi import openapi_document
 from frontend.text.tokenizer import Tokenizer
 from router.telemetry.metrics import Metrics

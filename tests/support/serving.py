@@ -32,6 +32,7 @@ from frontend.text.completion import Completions, Models
 from tests.frontend.access.keys import IssuedKey
 from tests.support.fake_token_service import FakeTokenService
 from tests.support.http_server import serve_http
+from tests.support.memory_responses import in_memory_responses
 from tests.support.plain_http import http_client
 from tests.support.sdk_clients import anthropic_client, openai_client
 
@@ -136,7 +137,11 @@ async def serving(
         api = await open_grpc_api(models, access=access, host="127.0.0.1", port=0, limits=grpc_limits)
         stack.push_async_callback(api.close, grace_s=0)
         app = create_app(
-            models, access=access, is_healthy=lambda: opened.is_healthy, spec=spec or RouterSpec(), stored=stored
+            models,
+            access=access,
+            is_healthy=lambda: opened.is_healthy,
+            spec=spec or RouterSpec(),
+            stored=stored or in_memory_responses(),
         )
         address = await stack.enter_async_context(serve_http(app))
         http = await stack.enter_async_context(http_client(base_url="http://{}:{}".format(*address)))

@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from core.grammar.compiler import GrammarCompiler
-from frontend.chat.chat_template import ChatTemplate
-from frontend.chat.template_files import find_chat_template
+from frontend.chat.chat_template import ChatTemplate, find_chat_template
 from frontend.text.completion import Completions
 from frontend.text.completion_request import MAX_CHOICES, NEUTRAL, ModelCard
 from frontend.text.tokenizer import Tokenizer

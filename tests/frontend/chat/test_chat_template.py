@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from core.types.errors import RequestError, SpecError
-from frontend.chat.chat_template import ChatTemplate
-from frontend.chat.template_files import find_chat_template
+from frontend.chat.chat_template import ChatTemplate, find_chat_template
 from frontend.chat.template_sandbox import MAX_TEXT_CHARS
 from tests.support import serving
 from tests.support.tiny_tokenizers import CHATML, write_json
@@ -32,14 +31,18 @@ CONVERSATIONS: list[list[dict[str, Any]]] = [
 ]
 
 
+def _transformers(model_dir: Path, name: str) -> Any:
+    """Return transformers' tokenizer with the named template."""
+    from transformers import PreTrainedTokenizerFast
+
+    file = str(model_dir / "tokenizer.json")
+    return PreTrainedTokenizerFast(tokenizer_file=file, chat_template=TEMPLATES[name], **SPECIAL_TOKENS)
+
+
 @pytest.mark.parametrize("messages", CONVERSATIONS, ids=["user", "system", "turns"])
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_renders_like_transformers(byte_level_dir: Path, name: str, messages: list[dict[str, Any]]) -> None:
-    from transformers import PreTrainedTokenizerFast
-
-    theirs = PreTrainedTokenizerFast(
-        tokenizer_file=str(byte_level_dir / "tokenizer.json"), chat_template=TEMPLATES[name], **SPECIAL_TOKENS
-    )
+    theirs = _transformers(byte_level_dir, name)
     ours = ChatTemplate(TEMPLATES[name], special_tokens=SPECIAL_TOKENS)
     if name == "gemma" and messages[0]["role"] == "system":
         messages = [{"role": "user", "content": "\n\n".join(message["content"] for message in messages)}]
@@ -72,11 +75,7 @@ def _with_calls(arguments: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", ["hermes_tools", "deepseek_tools"])
 def test_calls_and_tools_are_rendered_like_transformers(byte_level_dir: Path, name: str) -> None:
     """Text arguments become objects, as transformers expects, unless the template accepts only text."""
-    from transformers import PreTrainedTokenizerFast
-
-    theirs = PreTrainedTokenizerFast(
-        tokenizer_file=str(byte_level_dir / "tokenizer.json"), chat_template=TEMPLATES[name], **SPECIAL_TOKENS
-    )
+    theirs = _transformers(byte_level_dir, name)
     ours = ChatTemplate(TEMPLATES[name], special_tokens=SPECIAL_TOKENS)
     written = json.dumps(_ARGUMENTS, ensure_ascii=False)
     expected = theirs.apply_chat_template(
@@ -92,11 +91,7 @@ def test_calls_and_tools_are_rendered_like_transformers(byte_level_dir: Path, na
 @pytest.mark.parametrize("last", ["Once upon", "Once upon a time ", "  "])
 @pytest.mark.parametrize("name", ["chatml", "llama3", "hermes_tools"])
 def test_last_message_is_continued_like_transformers(byte_level_dir: Path, name: str, last: str) -> None:
-    from transformers import PreTrainedTokenizerFast
-
-    theirs = PreTrainedTokenizerFast(
-        tokenizer_file=str(byte_level_dir / "tokenizer.json"), chat_template=TEMPLATES[name], **SPECIAL_TOKENS
-    )
+    theirs = _transformers(byte_level_dir, name)
     messages = [{"role": "user", "content": "Tell me."}, {"role": "assistant", "content": last}]
     expected = theirs.apply_chat_template(messages, tokenize=False, continue_final_message=True)
     ours = ChatTemplate(TEMPLATES[name], special_tokens=SPECIAL_TOKENS)

@@ -11,8 +11,7 @@ import pytest
 
 from frontend import chat
 from frontend.chat.chat_template import ChatTemplate
-from frontend.chat.history import History
-from frontend.chat.tools_as_text import tools_as_text
+from frontend.chat.history import History, tools_as_text
 from tests.support.serving import TEMPLATES
 from tests.support.tiny_tokenizers import CHATML
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from frontend.chat.chat_template import ChatTemplate
+from frontend.chat.chat_template import ChatTemplate, find_chat_template
 from frontend.chat.output_format import OutputFormat
-from frontend.chat.template_files import find_chat_template
 from tests.support.tiny_tokenizers import write_json
 
 _LOOK = {"name": "look", "description": "Ä", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}
@@ -61,7 +60,7 @@ def test_mistral_format(version: int, tmp_path: Path) -> None:
     template = _of_tekken(tmp_path, f"v{version}", thinks=version == 13)
     assert template.render(_AGENT, tools=_TOOLS) == _MISTRAL[version]
     of_answers = OutputFormat.of(template.sources)
-    assert of_answers.calls == "mistral" and of_answers.thinks is (version == 13)
+    assert of_answers.calls == "mistral" and (of_answers.tags is not None) is (version == 13)
     continued = template.render(_AGENT[1:3], is_continued=True, opens_answer=False)
     assert continued.endswith("[INST]U[/INST][THINK]T[/THINK]A" if version == 13 else "[INST]U[/INST]A")
     merged = template.render([_AGENT[1], _AGENT[3]])
@@ -107,4 +106,4 @@ def test_deepseek_v32_format(thinks: bool, tmp_path: Path) -> None:
     ), "thoughts of the current turn are sent back"
     plain = template.render(_AGENT[1:2], variables={"thinking": thinks})
     assert plain == f"<｜begin▁of▁sentence｜><｜User｜>U<｜Assistant｜>{'<think>' if thinks else '</think>'}"  # noqa: RUF001
-    assert template.switches == ("thinking",) and OutputFormat.of(template.sources).thinks
+    assert template.switches == ("thinking",) and OutputFormat.of(template.sources).tags

@@ -13,8 +13,7 @@ from core.grammar.compiler import GrammarCompiler
 from core.types.errors import UnsupportedField
 from core.types.request import Grammar, GrammarKind, SampledToken
 from frontend.chat.chat import Chat
-from frontend.chat.output_format import OutputFormat
-from frontend.chat.thinking import thinking_budget
+from frontend.chat.output_format import OutputFormat, thinking_budget
 from frontend.parsers.thinking import TAGS, THINK, Tags
 from frontend.structured_output.constrained_answer import bound_answer
 from frontend.structured_output.lark import SpecialTokens

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from core.types.request import GrammarKind
+from frontend.chat.history import tools_as_text
 from frontend.chat.output_format import OutputFormat
-from frontend.chat.tools_as_text import tools_as_text
 from tests.support.serving import TEMPLATES, Serve, Served
 from tests.support.tiny_tokenizers import CHATML
 from tests.support.tool_clients import ASKS, SCHEMA, Ask

@@ -21,11 +21,6 @@ from tests.support.waiting import becomes, stays
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-def say(tokenizer: Tokenizer, text: str) -> Any:
-    ids = tokenizer.encode(text)
-    return lambda *_: ids
-
-
 async def test_load_generator_uses_either_endpoint(endpoint: Served) -> None:
     open_one = str(endpoint.http.base_url).rstrip("/")
     for _ in range(6):
@@ -44,7 +39,7 @@ async def test_models(endpoint: Served) -> None:
 
 
 async def test_chat(endpoint: Served, byte_level: Tokenizer) -> None:
-    endpoint.fake.script = say(byte_level, "Paris. 你好 🎉<|im_end|>")
+    endpoint.say("Paris. 你好 🎉")
     answer = await endpoint.client.chat.completions.create(model="tiny", messages=USER)
     (choice,) = answer.choices
     assert (choice.message.role, choice.message.content) == ("assistant", "Paris. 你好 🎉")
@@ -62,7 +57,7 @@ async def test_chat(endpoint: Served, byte_level: Tokenizer) -> None:
 
 
 async def test_chat_streamed(endpoint: Served, byte_level: Tokenizer) -> None:
-    endpoint.fake.script = say(byte_level, "Paris. 你好 🎉<|im_end|>")
+    endpoint.say("Paris. 你好 🎉")
     stream = await endpoint.client.chat.completions.create(
         model="tiny", messages=USER, stream=True, stream_options={"include_usage": True}
     )
@@ -158,8 +153,8 @@ async def test_best_of_returns_the_most_likely_choices(endpoint: Served, byte_le
     assert [choice.text for choice in same.choices] == ["aa", "bbb"] * 2
 
 
-async def test_chat_logprobs(endpoint: Served, byte_level: Tokenizer) -> None:
-    endpoint.fake.script = say(byte_level, "a𝄞")
+async def test_chat_logprobs(endpoint: Served) -> None:
+    endpoint.say("a𝄞")
     fields: dict[str, Any] = {"model": "tiny", "messages": USER, "max_tokens": 5, "logprobs": True, "top_logprobs": 2}
     whole = await endpoint.client.chat.completions.create(**fields)
     assert whole.choices[0].logprobs is not None and whole.choices[0].logprobs.content is not None
@@ -177,8 +172,8 @@ async def test_chat_logprobs(endpoint: Served, byte_level: Tokenizer) -> None:
     assert without.choices[0].logprobs is None
 
 
-async def test_text_logprobs(endpoint: Served, byte_level: Tokenizer) -> None:
-    endpoint.fake.script = say(byte_level, "ab𝄞c")
+async def test_text_logprobs(endpoint: Served) -> None:
+    endpoint.say("ab𝄞c")
     answer = await endpoint.client.completions.create(model="tiny", prompt="x", max_tokens=7, logprobs=1)
     logprobs = answer.choices[0].logprobs
     assert logprobs is not None

@@ -18,7 +18,7 @@ from frontend.grpc.messages import request_of
 from frontend.http.request_contexts import GenerationBody
 from frontend.openai.constraints import forced_grammar
 from frontend.openai.fields import ignored_header
-from frontend.openai.messages import ToolGiven
+from frontend.openai.messages import FunctionAsTool
 from frontend.openai.types import ChatBody, TextBody
 from frontend.responses.types import ResponsesBody
 from frontend.text.completion_request import CompletionRequest
@@ -104,10 +104,10 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
     return make_compiler(tmp_path_factory.mktemp("model"))
 
 
-def _tool(name: str, schema: dict[str, Any]) -> ToolGiven:
-    parameters = {"type": "object", "additionalProperties": False, **schema}
-    function = {"name": name, "parameters": parameters, "strict": True}
-    return ToolGiven.model_validate({"type": "function", "function": function})
+def _tool(name: str, schema: dict[str, Any]) -> FunctionAsTool:
+    return FunctionAsTool(
+        name=name, parameters={"type": "object", "additionalProperties": False, **schema}, strict=True
+    )
 
 
 @pytest.mark.parametrize("case", _SCHEMAS)
@@ -134,7 +134,7 @@ def test_references_stay_within_a_tool(compiler: GrammarCompiler) -> None:
 
 
 def test_schemas_are_strict_only_if_all_tools_are() -> None:
-    strict, other = _tool("f", {}), ToolGiven.model_validate({"type": "function", "function": {"name": "g"}})
+    strict, other = _tool("f", {}), FunctionAsTool(name="g")
     whole, lenient = GrammarKind.JSON_SCHEMA, GrammarKind.LENIENT_JSON_SCHEMA
     for name, tools, kind in [
         ("f", [strict, other], whole),

@@ -14,9 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from frontend.parsers.call_reader import CallReader
 from frontend.parsers.formats import CALL_FORMATS, forced_call, forced_calls
-from frontend.parsers.scanner import CallArguments, CallBegun, CallBroken, CallEnded, Piece, Thought
+from frontend.parsers.scanner import CallArguments, CallBegun, CallBroken, CallEnded, CallReader, Piece, Thought
 from tests.frontend.parsers.recorded import RECORDED, TOOLS, Recorded
 from tests.support.grids import quick
 from tests.support.growth import growth

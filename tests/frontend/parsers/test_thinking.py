@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, get_args
 
 import pytest
 
 from core.spec.schema import ToolParser
 from core.types.request import FinishReason, Grammar, GrammarKind, SampledToken
-from frontend.anthropic.content import WholeContent
+from frontend.anthropic.answer import content_of
 from frontend.chat.chat import Chat
 from frontend.chat.output_format import OutputFormat
 from frontend.http.event_stream import to_json
-from frontend.openai.forms import ChatForm, WholeChoice
-from frontend.parsers.call_reader import CallReader
 from frontend.parsers.formats import CALL_FORMATS, hermes
+from frontend.parsers.scanner import CallReader
 from frontend.parsers.thinking import TAGS, THINK, Tags, ThinkingReader
-from frontend.responses.output import ResponseOutput
+from frontend.responses.answer import ResponseOutput
 from frontend.text.answer_events import ChoiceText
 from frontend.text.answer_reader import AnswerReader
 from frontend.text.completion_request import CompletionRequest
@@ -26,6 +25,7 @@ from frontend.text.events import Delta, Finished
 from frontend.text.tokenizer import Tokenizer
 from tests.frontend.parsers.recorded import RECORDED, TOOLS
 from tests.support.growth import growth
+from tests.support.said_answers import said_streamed, said_whole, whole_choice
 
 _TOOLS = tuple({"type": "function", "function": {"name": name, "parameters": of}} for name, of in TOOLS.items())
 _CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
@@ -83,25 +83,6 @@ def _deltas(reader: AnswerReader, parts: Iterable[str], *, is_cut: bool = False)
     return deltas
 
 
-def _whole(deltas: Sequence[Delta]) -> tuple[str, str, list[tuple[str, str]]]:
-    whole = WholeChoice()
-    for delta in deltas:
-        whole.add(delta)
-    return whole.thinking, whole.text, [(one["function"]["name"], one["function"]["arguments"]) for one in whole.calls]
-
-
-def _streamed(deltas: Sequence[Delta], tokenizer: Tokenizer) -> tuple[str, str, list[tuple[str, str]]]:
-    form, thinking, text, calls = ChatForm(tokenizer), "", "", dict[int, tuple[str, str]]()
-    for delta in deltas:
-        for chunk in form.said(delta):
-            thinking += chunk["delta"].get("reasoning_content", "")
-            text += chunk["delta"].get("content", "")
-            for call in chunk["delta"].get("tool_calls", ()):
-                name, arguments = calls.get(call["index"], (call["function"].get("name", ""), ""))
-                calls[call["index"]] = name, arguments + call["function"]["arguments"]
-    return thinking, text, [*calls.values()]
-
-
 @pytest.mark.parametrize("case", _ANSWERS)
 def test_answer_is_read_alike_however_it_is_split(case: str, byte_level: Tokenizer) -> None:
     end, answer, thinking, text, calls = _ANSWERS[case]
@@ -114,10 +95,10 @@ def test_answer_is_read_alike_however_it_is_split(case: str, byte_level: Tokeniz
         splits = [[raw], list(raw), *([raw[:at], raw[at:]] for at in range(len(raw)))]
         for parts in splits:
             deltas = _deltas(_reader(prompt, OutputFormat("hermes", tags)), parts)
-            *said, called = _whole(deltas)
+            *said, called = said_whole(deltas)
             assert (said, [(name, json.loads(of)) for name, of in called]) == (expected, made), parts
             if not any(delta.num_thought is not None for delta in deltas):  # a stream cannot take text back
-                assert _streamed(deltas, byte_level) == (*said, called)
+                assert said_streamed(deltas, byte_level) == (*said, called)
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 40, 200])
@@ -126,24 +107,24 @@ def test_parts_of_an_answer_keep_their_blocks(size: int) -> None:
     call = _CALL.replace("{}", '{"city": "Paris"}')
     raw = f"<think>r</think>a{call}<think>s</think>{call}<think>t</think>b"
     deltas = _deltas(_reader(""), [raw[at : at + size] for at in range(0, len(raw), size)])
-    blocks, output = WholeContent(hides_thinking=False), ResponseOutput("x", lambda _: [])
+    output = ResponseOutput("x", lambda _: [])
     for delta in deltas:
-        delta.write(blocks)
         output.add(delta)
     output.finish(Finished(0, FinishReason.STOP))
-    made = [(block["type"], json.loads(to_json(block.get("input")))) for block in blocks.content()]
+    content = list(content_of(whole_choice(deltas)))
+    made = [(block["type"], json.loads(to_json(block.get("input")))) for block in content]
     assert [of for kind, of in made if kind == "tool_use"] == [{"city": "Paris"}] * 2
     arguments = [item["arguments"] for item in output.items if item["type"] == "function_call"]
     assert [json.loads(of) for of in arguments] == [{"city": "Paris"}] * 2
-    assert "".join(block.get("thinking", "") for block in blocks.content()) == "rst"
+    assert "".join(block.get("thinking", "") for block in content) == "rst"
 
 
 def test_stream_of_unopened_thinking_loses_nothing_but_the_tag(byte_level: Tokenizer) -> None:
     for raw in ("some thoughts</think>\n\nanswer", "</think>a"):
         deltas = _deltas(_reader(""), raw)
-        assert _streamed(deltas, byte_level) == ("", raw.replace("</think>\n\n", "").replace("</think>", ""), [])
+        assert said_streamed(deltas, byte_level) == ("", raw.replace("</think>\n\n", "").replace("</think>", ""), [])
         deltas = _deltas(_reader("", OutputFormat("hermes", THINK, begins_inside=True)), raw)
-        assert _streamed(deltas, byte_level) == _whole(deltas) == (*raw.replace("\n", "").split("</think>"), [])
+        assert said_streamed(deltas, byte_level) == said_whole(deltas) == (*raw.replace("\n", "").split("</think>"), [])
 
 
 @pytest.mark.parametrize("recorded", RECORDED, ids=[f"{one.format}-{at}" for at, one in enumerate(RECORDED)])
@@ -151,7 +132,7 @@ def test_calls_in_thinking_that_is_never_closed(recorded: Any) -> None:
     if recorded.format not in CALL_FORMATS:
         return
     output_format = OutputFormat(recorded.format, THINK)
-    thinking, text, calls = _whole(_deltas(_reader("<think>", output_format), [f"r\n{recorded.raw}"]))
+    thinking, text, calls = said_whole(_deltas(_reader("<think>", output_format), [f"r\n{recorded.raw}"]))
     marks = CALL_FORMATS[recorded.format].begins
     if recorded.calls and any(mark.replace("NAME", recorded.calls[0][0]) in recorded.raw for mark in marks):
         assert [(name, json.loads(of)) for name, of in calls] == list(recorded.calls), (thinking, text)
@@ -165,8 +146,8 @@ def test_forced_call_cut_by_length_is_never_content(name: str, byte_level: Token
     for tags in (None, THINK):
         for at in range(len(raw) + 1):
             deltas = _deltas(_reader("", OutputFormat("hermes", tags), forced=name), raw[:at], is_cut=True)
-            thinking, text, calls = _whole(deltas)
-            assert (thinking, text) == ("", "") and _streamed(deltas, byte_level) == ("", "", calls)
+            thinking, text, calls = said_whole(deltas)
+            assert (thinking, text) == ("", "") and said_streamed(deltas, byte_level) == ("", "", calls)
             assert all(call == "now" and arguments.startswith(of) for call, of in calls)
         assert calls == [("now", arguments)]
 
@@ -183,14 +164,14 @@ def test_answer_continues_a_message(content: str, answer: str, expected: tuple[s
     chat = Chat(messages=({"role": "assistant", "content": content},), is_continued=True)
     for begins_inside in (False, True):
         reader = AnswerReader.of(chat, OutputFormat(None, THINK, begins_inside=begins_inside), content[-4:])
-        assert reader and _whole(_deltas(reader, answer))[:2] == expected
+        assert reader and said_whole(_deltas(reader, answer))[:2] == expected
 
 
 def test_constrained_answer_may_contain_the_closing_tag() -> None:
     chat = Chat(messages=({"role": "user", "content": "hi"},))
     grammar = Grammar(kind=GrammarKind.JSON_SCHEMA, text="{}")
     reader = AnswerReader.of(chat, OutputFormat(None, THINK), "", grammar=grammar)
-    assert reader and _whole(_deltas(reader, ['"</think>"']))[1] == '"</think>"'
+    assert reader and said_whole(_deltas(reader, ['"</think>"']))[1] == '"</think>"'
 
 
 @pytest.mark.parametrize("tags", TAGS, ids=lambda tags: tags.opening)
@@ -200,6 +181,7 @@ def test_tags_are_found_in_the_template_or_among_special_tokens(tags: Tags) -> N
     for parser in ("auto", "think", "deepseek_r1"):
         assert OutputFormat.of("", reasoning_parser=parser, is_special=special).tags == tags
     assert OutputFormat.of(tags.closing, reasoning_parser="none", is_special=special).tags is None
+    assert OutputFormat.of("", reasoning_parser="think").tags == THINK, "unless the operator says so"
 
 
 @pytest.mark.parametrize("stop", [(), ("so</think>yes, or",), (">!",)], ids=str)
@@ -260,12 +242,6 @@ def test_template_identifies_the_call_format(template: str, calls: str) -> None:
     assert OutputFormat.of(template, tool_parser="mistral").calls == "mistral"
 
 
-def test_template_or_operator_decides_on_thinking() -> None:
-    assert OutputFormat.of("{{ content.split('</think>')[-1] }}").thinks
-    assert not OutputFormat.of("</think>", reasoning_parser="none").thinks
-    assert OutputFormat.of("", reasoning_parser="think").thinks
-
-
 def test_marker_tokens_are_read_and_other_special_tokens_hidden(byte_level: Tokenizer) -> None:
     reader = AnswerReader(None, CallReader(hermes, {"f": {}}))
     shown = byte_level.ids_of(["<|im_start|>", "no such token"])
@@ -284,6 +260,5 @@ def test_text_around_a_broken_call_keeps_its_place() -> None:
         delta = Delta(0, "", [], [])
         for said in [*map(reader.add, parts), reader.finish()]:
             delta.add(said)
-        assert delta.text_with_broken(is_whole=True) == raw
-        assert delta.text_with_broken(is_whole=False) == "oneoh}} two"
+        assert said_whole([delta])[1] == raw and delta.text_with_rest == "oneoh}} two"
         assert "".join(call.arguments for call in delta.calls) == '{"a": '

@@ -21,9 +21,9 @@ from core.types.request import ANY_OBJECT, GrammarKind
 from frontend.responses.api import HeldAnswer
 from frontend.responses.store import MAX_VALUE_BYTES, StoreBounds
 from frontend.responses.stored import StoredResponses
-from frontend.responses.turn import StoredTurn
-from frontend.responses.types import ResponsesBody
+from frontend.responses.types import ResponsesBody, StoredTurn
 from tests.frontend.access.keys import access_with, issue
+from tests.support.memory_responses import in_memory_responses
 from tests.support.serving import TEMPLATES, Serve, Served
 
 _HERMES = TEMPLATES["hermes_tools"]
@@ -218,7 +218,7 @@ async def test_large_responses_hold_memory_until_sent(serve: Serve, monkeypatch:
         return of(value)
 
     monkeypatch.setattr(StoredTurn, "of", watched)
-    stored = StoredResponses.in_memory(StoreBounds(max_bytes=2**26, ttl_s=1000))
+    stored = in_memory_responses(StoreBounds(max_bytes=2**26, ttl_s=1000))
     large = {"response": {"output": []}, "input": [{"id": "a", "text": "x" * (MAX_VALUE_BYTES - 100)}]}
     assert await stored.put(key.key.tenant, "resp_a", json.dumps(large).encode())
     served = await _served(serve, access=access_with(key), stored=stored)

@@ -15,16 +15,16 @@ from redis.asyncio import Redis
 from core.index.redis_client import connect_redis
 from core.process.ports import free_port
 from core.types.errors import CapacityError, StoreUnavailable, UnknownResponse
-from frontend.responses.redis_store import RedisResponses
 from frontend.responses.store import (
     ENTRY_BYTES,
     MAX_VALUE_BYTES,
     SMALL_BYTES,
-    MemoryResponses,
+    RedisResponses,
     ResponseStore,
     StoreBounds,
 )
 from frontend.responses.stored import LargeTransfers, StoredResponses
+from tests.support.memory_responses import FakeResponses, in_memory_responses
 from tests.support.redis_at import redis_at
 from tests.support.waiting import becomes
 
@@ -63,7 +63,7 @@ async def client(redis_url: str) -> AsyncIterator[Redis]:
 @pytest.fixture(params=["memory", "redis"])
 def store(request: pytest.FixtureRequest, clock: Clock, client: Redis) -> ResponseStore:
     if request.param == "memory":
-        return MemoryResponses(_BOUNDS, now=clock.now)
+        return FakeResponses(_BOUNDS, now=clock.now)
     return RedisResponses(client, _BOUNDS, name="d", key=_KEY, now_ms=clock.now_ms)
 
 
@@ -118,7 +118,7 @@ async def test_expired_values_are_removed_on_put(store: ResponseStore, clock: Cl
 
 @pytest.mark.parametrize("kind", ["memory", "redis"])
 async def test_size_of_a_large_value_is_known_before_it_is_read(kind: str, client: Redis) -> None:
-    store: ResponseStore = MemoryResponses(_ROOMY)
+    store: ResponseStore = FakeResponses(_ROOMY)
     if kind == "redis":
         store = RedisResponses(client, _ROOMY, name="d", key=_KEY)
     for num_bytes in (0, SMALL_BYTES, SMALL_BYTES + 1, MAX_VALUE_BYTES):
@@ -135,7 +135,7 @@ async def test_size_of_a_large_value_is_known_before_it_is_read(kind: str, clien
 
 async def test_large_values_in_memory_are_limited() -> None:
     """One tenant may hold a quarter; small values are exempt."""
-    stored = StoredResponses.in_memory(_ROOMY)
+    stored = in_memory_responses(_ROOMY)
     for tenant in ("acme", "other", ""):
         assert await stored.put(tenant, "a", bytes(MAX_VALUE_BYTES)) and await stored.put(tenant, "small", b"value")
     with ExitStack() as held:
@@ -153,7 +153,7 @@ async def test_large_values_in_memory_are_limited() -> None:
         assert len(await stored.get("acme", "a", held)) == MAX_VALUE_BYTES
 
 
-class FakeSlowStore(MemoryResponses):
+class FakeSlowStore(FakeResponses):
     """Store whose reads wait for a signal."""
 
     def __init__(self) -> None:
@@ -197,7 +197,7 @@ async def test_concurrent_large_transfers_are_limited() -> None:
         assert found[:3] == [large] * 3 and all(isinstance(error, UnknownResponse) for error in found[3:])
 
 
-class FakeLateStore(MemoryResponses):
+class FakeLateStore(FakeResponses):
     """Store whose large values time out."""
 
     async def look(self, tenant: str, id: str) -> bytes | int | None:
@@ -285,9 +285,9 @@ async def test_values_that_are_not_stored() -> None:
         await off.get("", "a", ExitStack())
     with pytest.raises(UnknownResponse):
         await off.delete("", "a")
-    roomy = StoredResponses.in_memory(StoreBounds(max_bytes=2**30, ttl_s=1))
+    roomy = in_memory_responses(StoreBounds(max_bytes=2**30, ttl_s=1))
     assert not await roomy.put("", "a", bytes(MAX_VALUE_BYTES + 1)) and await roomy.put("", "a", bytes(MAX_VALUE_BYTES))
-    small = StoredResponses.in_memory(_BOUNDS)
+    small = in_memory_responses(_BOUNDS)
     assert not await small.put("", "a", bytes(7 * ENTRY_BYTES + 1)) and await small.put("", "a", bytes(7 * ENTRY_BYTES))
 
 

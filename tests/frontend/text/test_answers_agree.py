@@ -13,16 +13,14 @@ import pytest
 
 from core.rpc import inference_pb2 as pb
 from core.types.request import FinishReason, Grammar, GrammarKind, SampledToken
-from frontend.anthropic.content import StreamedContent, WholeContent
+from frontend.anthropic.answer import StreamedContent, content_of
 from frontend.chat.chat import Chat
 from frontend.chat.output_format import OutputFormat
 from frontend.grpc.messages import response_bytes
 from frontend.http.event_stream import to_json
-from frontend.openai.forms import ChatForm, WholeChoice
 from frontend.parsers.formats import CALL_FORMATS
 from frontend.parsers.thinking import THINK
-from frontend.responses.events import ResponseEvents
-from frontend.responses.output import ResponseOutput
+from frontend.responses.answer import ResponseEvents, ResponseOutput
 from frontend.text.answer_events import ChoiceText
 from frontend.text.answer_reader import AnswerReader
 from frontend.text.completion_request import CompletionRequest
@@ -30,6 +28,7 @@ from frontend.text.events import Delta, Finished
 from frontend.text.tokenizer import Tokenizer
 from tests.frontend.parsers.recorded import RECORDED, TOOLS
 from tests.support.grids import quick
+from tests.support.said_answers import Said, said_streamed, said_whole, whole_choice
 
 _TOOLS = tuple({"type": "function", "function": {"name": name, "parameters": of}} for name, of in TOOLS.items())
 _FORCED = {"forced_call": "now", "forced_calls": ""}
@@ -72,8 +71,6 @@ _THIRDS = [
     ]
     for third in range(3)
 ]
-
-Said = tuple[str, str, list[tuple[str, str]]]  # thinking, text, and calls
 
 
 @dataclass
@@ -131,29 +128,6 @@ def _of_parts(parts: Sequence[tuple[str, str, str]]) -> Said:
     return thinking, text, [(name, of) for kind, name, of in parts if kind == "call"]
 
 
-def _openai_whole(events: Sequence[Delta | Finished]) -> Said:
-    whole = WholeChoice()
-    for event in events:
-        if isinstance(event, Delta):
-            whole.add(event)
-    calls = [(one["function"]["name"], one["function"]["arguments"]) for one in whole.calls]
-    return whole.thinking, whole.text, calls
-
-
-def _openai_stream(events: Sequence[Delta | Finished], tokenizer: Tokenizer) -> Said:
-    form, thinking, text, calls = ChatForm(tokenizer), "", "", list[tuple[str, str]]()
-    for delta in (piece["delta"] for event in events if isinstance(event, Delta) for piece in form.said(event)):
-        thinking += delta.get("reasoning_content", "")
-        text += delta.get("content", "")
-        for call in delta.get("tool_calls", ()):
-            if "id" in call:
-                assert call["index"] == len(calls), "calls are numbered without gaps"
-                calls.append((call["function"]["name"], ""))
-            name, said = calls[call["index"]]
-            calls[call["index"]] = name, said + call["function"]["arguments"]
-    return thinking, text, calls
-
-
 def _grpc_stream(events: Sequence[Delta | Finished], tokenizer: Tokenizer) -> Said:
     thinking, text, calls = "", "", dict[int, tuple[str, str]]()
     for event in events:
@@ -167,11 +141,7 @@ def _grpc_stream(events: Sequence[Delta | Finished], tokenizer: Tokenizer) -> Sa
 
 
 def _anthropic_whole(events: Sequence[Delta | Finished]) -> tuple[str, str, list[tuple[str, Any]]]:
-    blocks = WholeContent(hides_thinking=False)
-    for event in events:
-        if isinstance(event, Delta):
-            event.write(blocks)
-    content = json.loads(to_json(blocks.content()))
+    content = json.loads(to_json(list(content_of(whole_choice(events)))))
     thinking, text = ("".join(one[kind] for one in content if one["type"] == kind) for kind in ("thinking", "text"))
     return thinking, text, [(one["name"], one["input"]) for one in content if one["type"] == "tool_use"]
 
@@ -232,7 +202,7 @@ def _is_object(text: str) -> bool:
 
 def _check(case: _Case, events: Sequence[Delta | Finished]) -> None:
     """Compare the answers of all APIs from these events."""
-    whole, finished = _openai_whole(events), events[-1]
+    whole, finished = said_whole(events), events[-1]
     deltas = [event for event in events if isinstance(event, Delta)]
     assert isinstance(finished, Finished)
     was_sent_as_text = any(delta.num_thought is not None for delta in deltas)
@@ -244,7 +214,7 @@ def _check(case: _Case, events: Sequence[Delta | Finished]) -> None:
     assert all(
         not _is_object(of) or json.loads(of) == given for (_, of), (_, given) in zip(whole[2], inputs, strict=True)
     )
-    streamed = _openai_stream(events, case.tokenizer)
+    streamed = said_streamed(events, case.tokenizer)
     assert streamed == _grpc_stream(events, case.tokenizer) == _anthropic_stream(events) == pieces
     if not was_sent_as_text:  # a stream cannot take it back
         assert streamed[0] == whole[0] and last[:2] == whole[:2]
@@ -287,7 +257,7 @@ def test_answers_agree(number: int, third: int, byte_level: Tokenizer) -> None:
             _check(case, whole)
             for size in (1, 7) if at == len(raw) else (1 + at % 7,):
                 events = case.events(size)
-                assert _openai_whole(events) == _openai_whole(whole) and events[-1] == whole[-1]
+                assert said_whole(events) == said_whole(whole) and events[-1] == whole[-1]
                 _check(case, events)
             if kind[1] == "stop":
                 _check_stop(case, whole, raw[at : at + 2], replace(case, raw=raw))
@@ -300,7 +270,7 @@ def _check_stop(case: _Case, whole: Sequence[Delta | Finished], stop: str, uncut
         return
     stopped, ended = uncut.events(3, stop=stop), whole[-1]
     assert isinstance(ended, Finished)
-    assert _openai_whole(stopped) == _openai_whole(whole)
+    assert said_whole(stopped) == said_whole(whole)
     assert stopped[-1] in (replace(ended, stop=stop), ended)  # the latter if the answer was over before
 
 

@@ -16,10 +16,9 @@ from core.types.errors import RequestError
 from core.types.request import FinishReason, Grammar, GrammarKind, SampledToken
 from frontend.chat.chat import Chat
 from frontend.chat.chat_template import ChatTemplate
-from frontend.chat.output_format import OutputFormat
-from frontend.chat.thinking import thinking_budget, thinking_variables
+from frontend.chat.output_format import OutputFormat, thinking_budget, thinking_variables
 from frontend.openai.constraints import forced_grammar
-from frontend.openai.messages import FunctionAsTool, ToolGiven
+from frontend.openai.messages import FunctionAsTool
 from frontend.structured_output.constrained_answer import bound_answer
 from frontend.structured_output.lark import SpecialTokens
 from frontend.text.answer_events import ChoiceText
@@ -37,7 +36,7 @@ _USER = {"role": "user", "content": "hi"}
 _CHANNELS = TEMPLATES["channels"]
 _POINTS = {"properties": {"x": {"enum": [1]}}, "required": ["x"], "additionalProperties": False}
 _FUNCTIONS = [FunctionAsTool(name="look", parameters=_POINTS), FunctionAsTool(name="now", parameters=None)]
-_TOOLS = tuple(ToolGiven(function=function).for_template() for function in _FUNCTIONS)
+_TOOLS = tuple(function.for_template() for function in _FUNCTIONS)
 _THOUGHT = "<|channel|>analysis<|message|>Hm {.<|end|><|start|>assistant"
 _LOOK, _NOW = (
     f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}"
@@ -76,8 +75,8 @@ def _request(grammar: Grammar | None, **chat: Any) -> CompletionRequest:
 
 
 def _forced(name: str, *, strict: bool = False) -> CompletionRequest:
-    tools = [ToolGiven(function=one.model_copy(update={"strict": strict})) for one in _FUNCTIONS]
-    return _request(forced_grammar(name, tools, is_parallel=True), tools=_TOOLS, forced=name)
+    functions = [one.model_copy(update={"strict": strict}) for one in _FUNCTIONS]
+    return _request(forced_grammar(name, functions, is_parallel=True), tools=_TOOLS, forced=name)
 
 
 def _accepts(model: _Model, request: CompletionRequest, text: str) -> bool:

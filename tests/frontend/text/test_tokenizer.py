@@ -16,8 +16,7 @@ from tokenizers import models
 from transformers import PreTrainedTokenizerFast
 
 from core.types.errors import SpecError
-from frontend.chat.chat_template import ChatTemplate
-from frontend.chat.template_files import find_chat_template
+from frontend.chat.chat_template import ChatTemplate, find_chat_template
 from frontend.text.answer_events import Detokenizer
 from frontend.text.tokenizer import Tokenizer
 from tests.support.tiny_tokenizers import make_byte_fallback, make_byte_level, write_json
