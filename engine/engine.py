@@ -22,8 +22,8 @@ from engine.scheduler.row_updates import LastRows
 from engine.scheduler.sequence import Sequence
 from engine.scheduler.step import KVConnector, NoConnector, Prefilled, Runner, ScheduledStep, StepResult
 from engine.scheduler.step_commands import Orders
-from engine.spec_decode.draft import Draft, choices_of, verify
 from engine.spec_decode.speculation import Drafting, Speculation, StepTimes
+from engine.spec_decode.verify import Draft, choices_of, verify
 from engine.tiers.commands import TierOrders
 from engine.timing.pace import Pace
 

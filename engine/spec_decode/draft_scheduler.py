@@ -15,7 +15,7 @@ from functools import partial
 from typing import TypeVar
 
 from engine.scheduler.sequence import Sequence
-from engine.spec_decode.acceptance import AcceptanceTracker
+from engine.spec_decode.acceptance_rates import AcceptanceTracker
 from engine.spec_decode.draft_plan import Call, CallOffer, plan_call
 from engine.spec_decode.proposer import ModelProposer
 from engine.spec_decode.step_cost import LearnedProposalCost, ProposalCost, StepCost

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -14,18 +16,26 @@ from core.types.step_timing import StepTiming
 from engine.kv.block_manager import BlockManager
 from engine.scheduler.prompts import Prompt
 from engine.scheduler.sequence import Sequence
-from engine.spec_decode.acceptance import AcceptanceTracker, DraftCounts, RatedProposal
-from engine.spec_decode.draft import Draft, take_room, take_state_slots
+from engine.spec_decode.acceptance_rates import AcceptanceTracker
 from engine.spec_decode.draft_plan import plan_drafts
 from engine.spec_decode.draft_scheduler import DraftScheduler
 from engine.spec_decode.proposer import ModelProposer, Proposer
 from engine.spec_decode.step_cost import FREE, StepCost
 from engine.spec_decode.suffix import Corpus, Suffix
+from engine.spec_decode.verify import Draft, take_room, take_state_slots
 
 # Applied to the cost of draft tokens: a token drafted for one row delays all others, and of many estimates the
 # flattering ones are drafted.
 _MARGIN = 1.5
 _COST_USES = 16  # steps that reuse a cost: it changes slowly, and reading the measured times takes time
+
+
+@dataclass(eq=False, slots=True)
+class DraftCounts:
+    """Drafted and accepted tokens of one method, by place in the draft."""
+
+    drafted: Counter[int] = field(default_factory=Counter)
+    accepted: Counter[int] = field(default_factory=Counter)
 
 
 class Speculation:
@@ -86,20 +96,17 @@ class Speculation:
         if not (looked_up := self._look_up(rows)):
             self._scheduler.end_step()
             return {}
-        cost = cost_of()
-        limits = [self._limit(row) for row in looked_up]
-        best = [self._tracker.best(row) for row in looked_up]
-        chances = _chances(best, limits)
-        if planned := self._scheduler.plan(looked_up, limits, chances, cost, max_tokens):
-            self._scheduler.carry_out(planned, looked_up, cost)
-            best = [self._tracker.best(row) for row in looked_up]
-            chances = _chances(best, limits)
+        cost, limits = cost_of(), [self._limit(row) for row in looked_up]
+        chances = self._chances(looked_up, limits)
+        if call := self._scheduler.plan(looked_up, limits, chances, cost, max_tokens):
+            self._scheduler.carry_out(call, looked_up, cost)
+            chances = self._chances(looked_up, limits)
         self._scheduler.end_step()
         lengths = plan_drafts(chances, len(rows), cost, max_tokens)
         self._scheduler.note_lengths(zip(looked_up, lengths, strict=True))
         drafts: dict[Sequence, Draft] = {}
-        for row, length, proposal in zip(looked_up, lengths, best, strict=True):
-            if proposal and length:
+        for row, length in zip(looked_up, lengths, strict=True):
+            if length and (proposal := self._tracker.best(row)):
                 num_blocks = len(row.blocks)
                 if taken := take_room(row, length, blocks):
                     drafts[row] = Draft(
@@ -115,9 +122,8 @@ class Speculation:
         if not (looked_up := self._look_up(rows)):
             self._scheduler.end_step()
             return False
-        cost = cost_of()
-        limits = [self._limit(row) for row in looked_up]
-        chances = _chances([self._tracker.best(row) for row in looked_up], limits)
+        cost, limits = cost_of(), [self._limit(row) for row in looked_up]
+        chances = self._chances(looked_up, limits)
         lengths = plan_drafts(chances, len(rows), cost, max_tokens)
         self._scheduler.note_lengths(zip(looked_up, lengths, strict=True))
         if any(lengths) or self._scheduler.plan(looked_up, limits, chances, cost, max_tokens):
@@ -181,9 +187,10 @@ class Speculation:
             return ()
         return current
 
-
-def _chances(best: Seq[RatedProposal | None], limits: Seq[int]) -> list[Seq[float]]:
-    return [proposal.chances[:limit] if proposal else () for proposal, limit in zip(best, limits, strict=True)]
+    def _chances(self, rows: Seq[Sequence], limits: Seq[int]) -> list[Seq[float]]:
+        """Return the chances of each row's best proposal."""
+        best = map(self._tracker.best, rows)
+        return [proposal.chances[:limit] if proposal else () for proposal, limit in zip(best, limits, strict=True)]
 
 
 class StepTimes(Protocol):

@@ -11,7 +11,13 @@ import pytest
 from core.rpc import worker_pb2 as pb
 from core.wire.messages import make_plausible
 from engine.scheduler.sequence import Sequence
-from engine.spec_decode.acceptance import AcceptanceRate, AcceptanceTracker, RatedProposal, RowYield, SequenceFactor
+from engine.spec_decode.acceptance_rates import (
+    AcceptanceRate,
+    AcceptanceTracker,
+    RatedProposal,
+    RowYield,
+    SequenceFactor,
+)
 from engine.spec_decode.draft_plan import plan_drafts
 from engine.spec_decode.proposer import Proposal
 from engine.spec_decode.step_cost import FREE, LearnedDraftCost, StepCost, factor_of

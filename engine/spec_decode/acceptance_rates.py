@@ -1,8 +1,7 @@
-"""Running acceptance rates of proposers, learned from the actual next tokens of sequences, drafted or not; counts."""
+"""Running acceptance rates of proposers, learned from the actual next tokens of sequences, drafted or not."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -151,14 +150,6 @@ class AcceptanceTracker:
         factor.observe(sum(by_kind.rates[kind] for kind in kinds), num_right)
         by_kind.observe(kinds, num_right)
         self._means[rated.method].observe([0] * len(kinds), num_right)
-
-
-@dataclass(eq=False, slots=True)
-class DraftCounts:
-    """Drafted and accepted tokens of one method, by place in the draft."""
-
-    drafted: Counter[int] = field(default_factory=Counter)
-    accepted: Counter[int] = field(default_factory=Counter)
 
 
 class RowYield:
