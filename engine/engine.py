@@ -22,8 +22,8 @@ from engine.scheduler.row_updates import LastRows
 from engine.scheduler.sequence import Sequence
 from engine.scheduler.step import KVConnector, NoConnector, Prefilled, Runner, ScheduledStep, StepResult
 from engine.scheduler.step_commands import Orders
-from engine.spec_decode.draft import Draft, choices_of, verify
 from engine.spec_decode.speculation import Drafting, Speculation, StepTimes
+from engine.spec_decode.verify import Draft, choices_of, verify
 from engine.tiers.commands import TierOrders
 from engine.timing.pace import Pace
 
@@ -183,8 +183,7 @@ class Engine(Generic[Logits]):
         for sequence, token in step.known:
             if token.finish_reason:
                 self._finished(sequence)
-        if self._drafting.is_on:
-            self._drafting.computed(step.decoding, step.drafts, num_tokens=step.num_tokens)
+        self._drafting.computed(step.decoding, step.drafts)
         self._complete_rows(step, chosen, result)
         if step.prompts:
             self._complete_prompts(step, chosen, result)
@@ -282,7 +281,7 @@ class Engine(Generic[Logits]):
         )
         whole = [prompt for prompt, num_tokens in prompts if num_tokens == prompt.sequence.num_missing]
         rows = (prompt.sequence.scored_row(row, num) for row, (prompt, num) in enumerate(prompts, len(decode_rows)))
-        drafts = self._drafts(decode_rows, prompts, whole) if may_draft and self._drafting.is_on else {}
+        drafts = self._drafting.drafts(decode_rows, prompts, whole) if may_draft else {}
         state_writes = self._plan_state_writes(decode_rows, drafts, prompts) if self.blocks.states else []
         if self.blocks.windows:
             self._attach_parts(self.blocks.windows, decode_rows, drafts, prompts)
@@ -338,15 +337,6 @@ class Engine(Generic[Logits]):
                 growing.append((sequence, end))
         for sequence, end in growing:
             sequence.parts.extend(sequence.blocks, end, windows)
-
-    def _drafts(
-        self, decoding: list[tuple[Sequence, int]], prompts: list[tuple[Prompt, int]], whole: list[Prompt]
-    ) -> dict[Sequence, Draft]:
-        return self._drafting.drafts(
-            [sequence for sequence, _ in decoding],
-            num_tokens=sum(num_tokens for _, num_tokens in (*decoding, *prompts)),
-            num_logits=len(decoding) + sum(len(prompt.choices) for prompt in whole),
-        )
 
     # Sequences.
 

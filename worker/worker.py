@@ -23,7 +23,7 @@ from engine.scheduler.prompts import Prompt
 from engine.scheduler.sequence import Sequence
 from engine.scheduler.step import ScheduledStep, StepResult
 from engine.scheduler.step_commands import Orders
-from engine.spec_decode.acceptance import RowYield
+from engine.spec_decode.acceptance_rates import RowYield
 from engine.spec_decode.speculation import Speculation
 from engine.spec_decode.suffix import Corpus
 from engine.tiers.tiers import Tiers

@@ -18,7 +18,7 @@ from engine.scheduler.prompts import Prompt
 from engine.scheduler.row_updates import LastRows
 from engine.scheduler.sequence import Sequence
 from engine.scheduler.step_commands import Orders
-from engine.spec_decode.draft import Draft
+from engine.spec_decode.verify import Draft
 
 Logits = TypeVar("Logits", covariant=True)
 

@@ -13,10 +13,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
-from weakref import WeakKeyDictionary
 
 from engine.scheduler.sequence import Sequence
-from engine.spec_decode.acceptance import AcceptanceTracker
+from engine.spec_decode.acceptance_rates import AcceptanceTracker
 from engine.spec_decode.draft_plan import Call, CallOffer, plan_call
 from engine.spec_decode.proposer import ModelProposer
 from engine.spec_decode.step_cost import LearnedProposalCost, ProposalCost, StepCost
@@ -24,7 +23,7 @@ from engine.spec_decode.step_cost import LearnedProposalCost, ProposalCost, Step
 _T = TypeVar("_T")
 
 # Backoff of rows. A look-up takes 15 us a row and 50 us a step behind cold caches, 2 % of a small model's step.
-_MAX_MISSES = 8  # look-ups without a draft
+_MAX_MISSES = 4  # look-ups without a draft
 _RETRY_EVERY, _RETRY_EVERY_IN_BATCH, _BATCH = 4, 8, 8  # steps, steps, rows
 
 # Time for trials, in steps, because the unit of StepCost changes once step times are known. The lower bound is for the
@@ -83,27 +82,42 @@ class DraftScheduler:
         self._tracker = tracker
         self._clock = clock
         self._num_lookups = 0
-        self._misses: WeakKeyDictionary[Sequence, int] = WeakKeyDictionary()  # look-ups since the last draft
+        self._misses: dict[Sequence, int] = {}  # look-ups since the last draft
+        self._backing_off: Seq[Sequence] | None = None  # rows of the last step, if all of them were
         self._saved = 1.0
         self._mean_answer = _FIRST_MEAN_ANSWER
         self._spent_s = 0.0
         for model in self._models.values():
             model.announce(_FIRST_TOKENS)
 
+    def skips(self, rows: Seq[Sequence]) -> bool:
+        """Return True, and count the step, if all rows are under backoff and no model proposer may be called."""
+        if self._models or rows != self._backing_off or self._is_retry(rows):
+            return False
+        self._num_lookups += 1
+        return True
+
     def rows_to_look_up(self, rows: Seq[Sequence]) -> Seq[Sequence]:
         """Return the rows that are due. All rows under backoff are due in the same step."""
+        is_retry = self._is_retry(rows)
         self._num_lookups += 1
-        if self._num_lookups % (_RETRY_EVERY if len(rows) < _BATCH else _RETRY_EVERY_IN_BATCH) == 0:
+        if is_retry:
             return rows
-        return [row for row in rows if self._misses.get(row, 0) < _MAX_MISSES]
+        due = [row for row in rows if self._misses.get(row, 0) < _MAX_MISSES]
+        self._backing_off = None if due else list(rows)
+        return due
 
     def note_lengths(self, lengths: Iterable[tuple[Sequence, int]]) -> None:
         """Note for each row that was looked up the draft length that was worth it."""
         for row, length in lengths:
             self._misses[row] = 0 if length else self._misses.get(row, 0) + 1
+            if length:
+                self._backing_off = None
 
     def may_call(self, rows: Seq[Sequence]) -> bool:
         """Return whether plan() may return a call for a step of these rows."""
+        if not self._models:
+            return False
         is_first = any(row.num_generated <= _FIRST_TOKENS for row in rows)
         return any(
             self._is_planned(model) or (model.trial_cost <= self._saved and (is_first or not model.is_resting))
@@ -162,6 +176,8 @@ class DraftScheduler:
 
     def forget(self, sequence: Sequence) -> None:
         """Free the state of a sequence that ended or paused here."""
+        self._misses.pop(sequence, None)
+        self._backing_off = None
         for model in self._models.values():
             model.proposer.forget(sequence)
 
@@ -169,6 +185,10 @@ class DraftScheduler:
         """Return the time that model proposers have taken since the last call."""
         spent_s, self._spent_s = self._spent_s, 0.0
         return spent_s
+
+    def _is_retry(self, rows: Seq[Sequence]) -> bool:
+        """Return whether rows under backoff are due in the next step."""
+        return (self._num_lookups + 1) % (_RETRY_EVERY if len(rows) < _BATCH else _RETRY_EVERY_IN_BATCH) == 0
 
     def _is_planned(self, model: _Model) -> bool:
         """Return whether a call is considered in this step: after one that paid, after a trial, and now and then."""

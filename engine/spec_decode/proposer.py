@@ -51,7 +51,7 @@ class ModelProposer(Protocol):
     """
 
     def propose(self, sequences: Seq[Sequence], max_tokens: int, /) -> list[Proposal]:
-        """See Proposer."""
+        """See Proposer. max_tokens: at least 1."""
         ...
 
     def num_behind(self, sequence: Sequence, /) -> int | None:

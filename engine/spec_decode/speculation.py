@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -12,18 +14,28 @@ from typing import Any, Protocol
 from core.types.request import DraftTally
 from core.types.step_timing import StepTiming
 from engine.kv.block_manager import BlockManager
+from engine.scheduler.prompts import Prompt
 from engine.scheduler.sequence import Sequence
-from engine.spec_decode.acceptance import AcceptanceTracker, DraftCounts, RatedProposal
-from engine.spec_decode.draft import Draft, take_room, take_state_slots
+from engine.spec_decode.acceptance_rates import AcceptanceTracker
 from engine.spec_decode.draft_plan import plan_drafts
 from engine.spec_decode.draft_scheduler import DraftScheduler
 from engine.spec_decode.proposer import ModelProposer, Proposer
 from engine.spec_decode.step_cost import FREE, StepCost
 from engine.spec_decode.suffix import Corpus, Suffix
+from engine.spec_decode.verify import Draft, take_room, take_state_slots
 
 # Applied to the cost of draft tokens: a token drafted for one row delays all others, and of many estimates the
 # flattering ones are drafted.
 _MARGIN = 1.5
+_COST_USES = 16  # steps that reuse a cost: it changes slowly, and reading the measured times takes time
+
+
+@dataclass(eq=False, slots=True)
+class DraftCounts:
+    """Drafted and accepted tokens of one method, by place in the draft."""
+
+    drafted: Counter[int] = field(default_factory=Counter)
+    accepted: Counter[int] = field(default_factory=Counter)
 
 
 class Speculation:
@@ -84,20 +96,17 @@ class Speculation:
         if not (looked_up := self._look_up(rows)):
             self._scheduler.end_step()
             return {}
-        cost = cost_of()
-        limits = [self._limit(row) for row in looked_up]
-        best = [self._tracker.best(row) for row in looked_up]
-        chances = _chances(best, limits)
-        if planned := self._scheduler.plan(looked_up, limits, chances, cost, max_tokens):
-            self._scheduler.carry_out(planned, looked_up, cost)
-            best = [self._tracker.best(row) for row in looked_up]
-            chances = _chances(best, limits)
+        cost, limits = cost_of(), [self._limit(row) for row in looked_up]
+        chances = self._chances(looked_up, limits)
+        if call := self._scheduler.plan(looked_up, limits, chances, cost, max_tokens):
+            self._scheduler.carry_out(call, looked_up, cost)
+            chances = self._chances(looked_up, limits)
         self._scheduler.end_step()
         lengths = plan_drafts(chances, len(rows), cost, max_tokens)
         self._scheduler.note_lengths(zip(looked_up, lengths, strict=True))
         drafts: dict[Sequence, Draft] = {}
-        for row, length, proposal in zip(looked_up, lengths, best, strict=True):
-            if proposal and length:
+        for row, length in zip(looked_up, lengths, strict=True):
+            if length and (proposal := self._tracker.best(row)):
                 num_blocks = len(row.blocks)
                 if taken := take_room(row, length, blocks):
                     drafts[row] = Draft(
@@ -113,15 +122,18 @@ class Speculation:
         if not (looked_up := self._look_up(rows)):
             self._scheduler.end_step()
             return False
-        cost = cost_of()
-        limits = [self._limit(row) for row in looked_up]
-        chances = _chances([self._tracker.best(row) for row in looked_up], limits)
+        cost, limits = cost_of(), [self._limit(row) for row in looked_up]
+        chances = self._chances(looked_up, limits)
         lengths = plan_drafts(chances, len(rows), cost, max_tokens)
         self._scheduler.note_lengths(zip(looked_up, lengths, strict=True))
         if any(lengths) or self._scheduler.plan(looked_up, limits, chances, cost, max_tokens):
             return True
         self._scheduler.end_step()
         return False
+
+    def skips(self, rows: Seq[Sequence]) -> bool:
+        """Return True, and count the step, if nothing would be drafted because all rows are under backoff."""
+        return self._scheduler.skips(rows)
 
     def has_proposal(self, row: Sequence) -> bool:
         """Return whether any proposer had a proposal the last time the row was looked up."""
@@ -141,6 +153,7 @@ class Speculation:
 
     def forget(self, sequence: Sequence) -> None:
         """Free the state of a sequence that ended or paused here."""
+        self._tracker.forget(sequence)
         self._scheduler.forget(sequence)
 
     def take_model_s(self) -> float:
@@ -161,19 +174,23 @@ class Speculation:
         if self._lookups:
             due = self._scheduler.rows_to_look_up(rows) if self._backs_off else rows
         current = rows if self._scheduler.may_call(rows) else due
+        if not current:
+            return ()
         self._tracker.learn(current)
         for method, proposer in self._lookups.items():
             if missing := [row for row in due if self._tracker.is_missing(method, row)]:
                 for row, proposal in zip(missing, proposer.propose(missing, self._max_tokens), strict=True):
-                    self._tracker.note(method, row, proposal)
+                    if proposal.tokens:
+                        self._tracker.note(method, row, proposal)
         if not self._models and not any(map(self._tracker.has_any, current)):
             self._scheduler.note_lengths((row, 0) for row in current)
             return ()
         return current
 
-
-def _chances(best: Seq[RatedProposal | None], limits: Seq[int]) -> list[Seq[float]]:
-    return [proposal.chances[:limit] if proposal else () for proposal, limit in zip(best, limits, strict=True)]
+    def _chances(self, rows: Seq[Sequence], limits: Seq[int]) -> list[Seq[float]]:
+        """Return the chances of each row's best proposal."""
+        best = map(self._tracker.best, rows)
+        return [proposal.chances[:limit] if proposal else () for proposal, limit in zip(best, limits, strict=True)]
 
 
 class StepTimes(Protocol):
@@ -210,25 +227,33 @@ class Drafting:
         self._blocks = blocks
         self._max_batch_tokens = max_batch_tokens
         self._max_running = max_running
-        self._break_even: tuple[int, float] = 0, 0.0  # number of rows, chance; at the last cost
+        # Cost of the last planned step, which the next ones of that size reuse, and how often they did.
+        self._cost, self._cost_of, self._cost_uses = FREE, (0, 0), _COST_USES
+        self._break_even = 0.0
 
     @property
     def is_on(self) -> bool:
         return self._speculation is not None
 
-    def drafts(self, rows: Seq[Sequence], *, num_tokens: int, num_logits: int) -> dict[Sequence, Draft]:
-        """Return drafts for the decoding rows of a step that computes num_tokens and num_logits without them.
+    def drafts(
+        self, decoding: Seq[tuple[Sequence, int]], prompts: Seq[tuple[Prompt, int]], whole: Seq[Prompt]
+    ) -> dict[Sequence, Draft]:
+        """Return drafts for the decoding rows of a step; see ScheduledStep for its rows.
 
         Drafts stay within the token limit of a step, and within the logits of the largest batch, for which there is
         memory. Not for a step that is launched behind another one.
         """
-        assert not any(sequence.num_in_flight for sequence in rows)
-        if self._speculation is None or not rows:
+        if self._speculation is None or not decoding:
             return {}
+        rows = [sequence for sequence, _ in decoding]
+        if self._speculation.skips(rows):
+            return {}
+        num_tokens = sum(num_tokens for _, num_tokens in (*decoding, *prompts))
+        num_logits = len(rows) + sum(len(prompt.choices) for prompt in whole)
         room = min(self._max_batch_tokens - num_tokens, self._max_running - num_logits)
         if room < 1:
             return {}
-        cost_of = partial(self._cost, rows, num_tokens)
+        cost_of = partial(self._step_cost, rows, num_tokens)
         drafts = self._speculation.draft(rows, cost_of, max_tokens=room, blocks=self._blocks)
         if self._times and (model_s := self._speculation.take_model_s()):
             self._times.set_aside(model_s)
@@ -236,26 +261,25 @@ class Drafting:
 
     def awaits(self, running: Collection[Sequence]) -> bool:
         """Return True if the next step should wait for the tokens of the step in flight, in order to have drafts."""
-        room = self._max_running - len(running)
-        if self._speculation is None or room < 1:
+        room, rows = self._max_running - len(running), list(running)
+        if self._speculation is None or room < 1 or self._speculation.skips(rows):
             return False
-        rows = list(running)
-        return self._speculation.would_draft(rows, partial(self._cost, rows, len(rows)), max_tokens=room)
+        return self._speculation.would_draft(rows, partial(self._step_cost, rows, len(rows)), max_tokens=room)
 
-    def computed(
-        self, decoding: Seq[tuple[Sequence, int]], drafts: Mapping[Sequence, Draft], *, num_tokens: int
-    ) -> None:
-        """Tally a completed step of num_tokens, before its rows get their tokens."""
+    def computed(self, decoding: Seq[tuple[Sequence, int]], drafts: Mapping[Sequence, Draft]) -> None:
+        """Tally a completed step, before its rows get their tokens."""
         if self._speculation is None or not decoding:
             return
-        rows = [sequence for sequence, _ in decoding]
-        if self._break_even[0] != len(rows):
-            self._cost(rows, num_tokens - sum(len(draft.tokens) for draft in drafts.values()))
-        for row in rows:
-            tally = row.drafts = row.drafts or DraftTally()
+        if self._cost_of[0] != len(decoding):
+            self._step_cost([row for row, _ in decoding], sum(num_tokens for _, num_tokens in decoding))
+        for row, _ in decoding:
+            tally = row.drafts
+            if tally is None:
+                tally = row.drafts = DraftTally()
             tally.steps += 1
-            tally.unguessed += row not in drafts and not self._speculation.has_proposal(row)
-            tally.floors += self._break_even[1]
+            tally.floors += self._break_even
+            if row not in drafts and not self._speculation.has_proposal(row):
+                tally.unguessed += 1
 
     def verified(self, draft: Draft, chosen: Seq[int]) -> None:
         """Count a draft, once the next tokens of its sequence are chosen."""
@@ -272,10 +296,13 @@ class Drafting:
         if self._speculation:
             self._speculation.forget(sequence)
 
-    def _cost(self, rows: Seq[Sequence], num_tokens: int) -> StepCost:
-        cost = self._measured_cost(rows, num_tokens)
-        self._break_even = len(rows), cost.break_even(len(rows))
-        return cost
+    def _step_cost(self, rows: Seq[Sequence], num_tokens: int) -> StepCost:
+        self._cost_uses += 1
+        if self._cost is FREE or self._cost_uses > _COST_USES or self._cost_of != (len(rows), num_tokens):
+            self._cost = self._measured_cost(rows, num_tokens)
+            self._cost_of, self._cost_uses = (len(rows), num_tokens), 0
+            self._break_even = self._cost.break_even(len(rows))
+        return self._cost
 
     def _measured_cost(self, rows: Seq[Sequence], num_tokens: int) -> StepCost:
         timing = self._times.timing if self._times else None

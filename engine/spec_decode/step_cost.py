@@ -14,7 +14,6 @@ _BUCKET = 16  # tokens; matrix products take rows in tiles of this size
 _NUM_BUCKETS = 8  # larger steps count as the last bucket
 _NEW = 0.05  # weight of the newest step
 _FORGET = 1 / 512  # of a cost in each other step, so that expensive drafts are tried again
-SAMPLE_EVERY = 4  # steps without drafts; one of them stands for all, because the comparison itself takes time
 
 _KEEP_PROPOSAL = 0.97  # weight of the past at each new proposal
 _MAX_SURPRISE = 2.0  # times the expected seconds; the rest is noise of the machine
@@ -53,10 +52,10 @@ class LearnedDraftCost:
         self._plain = self._drafting = 1.0
         self._relative = [1.0] * _NUM_BUCKETS  # to the mean of steps with drafts, by bucket of step tokens
 
-    def observe(self, num_tokens: int, ratio: float, *, has_drafts: bool) -> None:
-        """Count one step: ratio is its measured time over the expected time."""
+    def observe(self, num_tokens: int, ratio: float, *, has_drafts: bool, num_steps: int = 1) -> None:
+        """Count one step, which stands for num_steps: ratio is its measured time over the expected time."""
         ratio = min(2.0, max(0.5, ratio))
-        forget = _FORGET if has_drafts else _FORGET * SAMPLE_EVERY
+        forget = _FORGET * num_steps
         if has_drafts:
             self._drafting += _NEW * (ratio - self._drafting)
         else:

@@ -31,6 +31,9 @@ class Match(NamedTuple):
     next: int  # position of the token that followed
 
 
+_Place = tuple[int, list[int]]  # length of the match, tokens that followed
+
+
 class TokenIndex:
     """Hash chains of token pairs over a growing list, as in DEFLATE (RFC 1951, section 4)."""
 
@@ -116,13 +119,13 @@ class Corpus:
         self._halves.clear()
         self.num_tokens = 0
 
-    def continuations(self, scope: Scope, tokens: Seq[int], max_tokens: int) -> list[tuple[int, list[int]]]:
+    def continuations(self, scope: Scope, tokens: Seq[int], max_tokens: int) -> list[_Place]:
         """Return (length of the match, tokens that followed) for answers that contain the last of these tokens."""
         halves = self._halves.get(scope)
         if halves is None:
             return []
         self._halves.move_to_end(scope)
-        found = []
+        found = list[_Place]()
         for half in reversed(halves):
             for match in half.matches(tokens):
                 followed = half.tokens[match.next : match.next + max_tokens]
@@ -144,7 +147,7 @@ class Suffix:
     def __init__(self, corpus: Corpus | None = None) -> None:
         """corpus: None to look only at the request itself."""
         self._corpus = corpus
-        self._indexes: WeakKeyDictionary[Sequence, TokenIndex] = WeakKeyDictionary()
+        self._indexes: WeakKeyDictionary[Sequence, tuple[TokenIndex, Scope]] = WeakKeyDictionary()
 
     def propose(self, sequences: Seq[Sequence], max_tokens: int) -> list[Proposal]:
         return [self._propose(sequence, max_tokens) for sequence in sequences]
@@ -155,22 +158,20 @@ class Suffix:
             self._corpus.add(Scope.of(sequence.request), answer)
 
     def _propose(self, sequence: Sequence, max_tokens: int) -> Proposal:
-        index = self._indexes.get(sequence)
-        if index is None:
-            index = self._indexes[sequence] = TokenIndex(sequence.tokens)
+        known = self._indexes.get(sequence)
+        if known is None:
+            known = self._indexes[sequence] = TokenIndex(sequence.tokens), Scope.of(sequence.request)
+        index, scope = known
         places = [
             (match.num_tokens, index.tokens[match.next : match.next + max_tokens]) for match in index.matches_of_end()
         ]
         if self._corpus is not None:
-            places += self._corpus.continuations(Scope.of(sequence.request), sequence.tokens, max_tokens)
+            places += self._corpus.continuations(scope, sequence.tokens, max_tokens)
         if not places:
             return NO_PROPOSAL
-        best = max(num_tokens for num_tokens, _ in places)
+        best, _ = max(places)
         places = [place for place in places if place[0] + _MATCH_SLACK > best]
         return _vote(places, best, max_tokens)
-
-
-_Place = tuple[int, list[int]]  # length of the match, tokens that followed
 
 
 def _vote(places: list[_Place], best: int, max_tokens: int) -> Proposal:

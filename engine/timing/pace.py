@@ -9,9 +9,12 @@ from typing import NamedTuple, Protocol, Self
 
 from core.types.step_timing import StepTiming
 from engine.batch.batch import Batch
-from engine.spec_decode.step_cost import SAMPLE_EVERY, LearnedDraftCost
+from engine.spec_decode.step_cost import LearnedDraftCost
 from engine.timing.rate import Rate
 from engine.timing.step_time_model import StepTimeModel
+
+# Steps without drafts in a row; one of them is compared with its expected time, which itself takes time.
+_COMPARE_EVERY = 16
 
 
 class StepEvent(Protocol):
@@ -59,7 +62,8 @@ class Pace:
         self._tokens = Rate()
         self._timing = StepTimeModel()
         self._draft_cost = LearnedDraftCost()
-        self._num_plain = 0  # steps without drafts
+        self._num_plain = 0  # steps since the last one that was compared
+        self._was_drafting = False  # in that one
         self._is_warm = False  # the first step also loads kernels and touches memory, so it is not measured
         # End of the last step, which begins the next one if that follows at once.
         self._last: StepEvent | None = None
@@ -102,9 +106,10 @@ class Pace:
         seconds = max(0.0, whole_s - step.aside_s)
         only_decodes = not step.has_prompts or batch.num_tokens == len(batch.query_lens)
         if only_decodes and step.has_drafts is not None:
-            self._num_plain += not step.has_drafts
-            if step.has_drafts or self._num_plain % SAMPLE_EVERY == 0:
+            self._num_plain += 1
+            if step.has_drafts or self._was_drafting or self._num_plain == _COMPARE_EVERY:
                 self._compare(seconds, batch, has_drafts=step.has_drafts)
+                self._was_drafting, self._num_plain = step.has_drafts, 0
         self._timing.observe(batch, seconds, only_decodes=only_decodes)
         if only_decodes:
             self._steps.add(1, whole_s)
@@ -116,7 +121,9 @@ class Pace:
             num_context = int(batch.context_lens.sum())
             expected_s = timing.step_s(num_tokens=batch.num_tokens, num_pairs=0, num_context=num_context)
             if expected_s:
-                self._draft_cost.observe(batch.num_tokens, seconds / expected_s, has_drafts=has_drafts)
+                self._draft_cost.observe(
+                    batch.num_tokens, seconds / expected_s, has_drafts=has_drafts, num_steps=self._num_plain
+                )
 
     @property
     def draft_factors(self) -> tuple[float, ...]:

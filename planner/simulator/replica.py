@@ -19,7 +19,7 @@ from engine.scheduler.prompts import KVSource, Prompt
 from engine.scheduler.sequence import Sequence as TokenSequence
 from engine.scheduler.step import KVConnector, ScheduledStep
 from engine.scheduler.step_commands import Orders
-from engine.spec_decode.acceptance import RowYield
+from engine.spec_decode.acceptance_rates import RowYield
 from planner.simulator.clock import Action
 from planner.simulator.drafts import SimulatedDrafts
 from planner.simulator.store import Held, Site, Store

@@ -31,9 +31,9 @@ from engine.scheduler.step import Prefilled, ScheduledStep
 from engine.scheduler.step_commands import Orders
 from engine.spec_decode import draft as draft_module
 from engine.spec_decode import speculation as speculation_module
-from engine.spec_decode.draft import Choose, Draft
 from engine.spec_decode.proposer import NUM_KINDS, Proposal
 from engine.spec_decode.speculation import Speculation
+from engine.spec_decode.verify import Choose, Draft
 from engine.tiers.commands import TierOrders
 from tests.engine.spec_decode.proposers import FakeProposer
 

@@ -226,6 +226,7 @@ def _draft(
     block_size: int,
 ) -> list[Proposal]:
     """Draft up to max_tokens tokens of each row, all rows together. Returns a proposal for each sequence."""
+    assert max_tokens > 0, "without a step nothing of the rows is computed"
     drafting = rows
     for place in range(max_tokens):
         if not drafting:
@@ -262,7 +263,7 @@ class HeadProposer(ModelProposer):
     def propose(self, sequences: Seq[Sequence], max_tokens: int) -> list[Proposal]:
         drafts = [(sequence, RowDraft()) for sequence in sequences]
         called = [(sequence, draft) for sequence, draft in drafts if _decodes(sequence)]
-        if called and max_tokens > 0:
+        if called:
             self._heads.draft(
                 [_head_row(sequence) for sequence, _ in called], max_tokens, partial(self._choose, called)
             )

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Callable, Collection
+from collections import OrderedDict
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from weakref import ref
 
 from engine.kv.block_manager import BlockManager
 from engine.scheduler.sequence import Sequence
@@ -32,15 +31,14 @@ class DraftTables:
         """block_size: that of the sequences' own hashes."""
         self.blocks = BlockManager(num_blocks)
         self._block_size = block_size
-        self._tables: OrderedDict[int, tuple[ref[Sequence], DraftTable]] = OrderedDict()  # by id, the most recent last
-        self._gone: deque[int] = deque()  # ids; the garbage collector may run on another thread
+        self._tables: OrderedDict[Sequence, DraftTable] = OrderedDict()  # the most recent last
 
     def __len__(self) -> int:
         return len(self._tables)
 
     def num_missing(self, sequence: Sequence) -> int:
         """Return the number of tokens to compute for the logits behind the last one: at least 1. Changes nothing."""
-        table = self._of(sequence)
+        table = self._tables.get(sequence)
         known = (
             self.blocks.match(self._hashes(sequence)) * self._block_size if table is None else _known(sequence, table)
         )
@@ -51,19 +49,17 @@ class DraftTables:
 
         Returns None if room could only be taken from the sequences in `keep`.
         """
-        self._forget_gone()
         self.blocks.take_changes()  # not reported to routers; they would pile up
-        table = self._of(sequence)
+        table = self._tables.get(sequence)
         if table is None:
-            table = DraftTable()
-            self._tables[id(sequence)] = ref(sequence, self._note_gone(id(sequence))), table
+            table = self._tables[sequence] = DraftTable()
             hashes = self._hashes(sequence)
             found = self.blocks.match(hashes)
             table.blocks, table.num_full = self.blocks.allocate(hashes[:found], found) or ([], 0)
             table.num_known = table.num_full * self._block_size
         table.num_known = min(_known(sequence, table), len(sequence.tokens) - 1)
         table.drafted.clear()
-        self._tables.move_to_end(id(sequence))
+        self._tables.move_to_end(sequence)
         return table if self._make_room(table, -(-num_tokens // self._block_size), keep) else None
 
     def computed(self, sequence: Sequence, table: DraftTable, num_tokens: int) -> None:
@@ -76,41 +72,23 @@ class DraftTables:
 
     def forget(self, sequence: Sequence) -> None:
         """Free the blocks of the sequence, if it has any."""
-        if self._of(sequence) is not None:
-            self._drop(id(sequence))
-
-    def _of(self, sequence: Sequence) -> DraftTable | None:
-        found = self._tables.get(id(sequence))
-        return found[1] if found and found[0]() is sequence else None
+        if table := self._tables.pop(sequence, None):
+            self.blocks.free(table.blocks)
 
     def _hashes(self, sequence: Sequence) -> list[bytes]:
         """Return the hashes of the full blocks before the last token, which is always computed."""
         return sequence.hashes()[: (len(sequence.tokens) - 1) // self._block_size]
 
     def _make_room(self, table: DraftTable, num_blocks: int, keep: Collection[Sequence]) -> bool:
-        kept = {id(sequence) for sequence in keep}
         while not self.blocks.extend(table.blocks, num_blocks):
-            oldest = next((key for key in self._tables if key not in kept), None)
+            oldest = next((sequence for sequence in self._tables if sequence not in keep), None)
             if oldest is None:
                 return False
-            self._drop(oldest)
+            self.forget(oldest)
         # Free what an earlier, longer draft took.
         self.blocks.free(table.blocks[num_blocks:])
         del table.blocks[num_blocks:]
         return True
-
-    def _drop(self, key: int) -> None:
-        _, table = self._tables.pop(key)
-        self.blocks.free(table.blocks)
-
-    def _note_gone(self, key: int) -> Callable[[object], None]:
-        return lambda _: self._gone.append(key)
-
-    def _forget_gone(self) -> None:
-        while self._gone:
-            key = self._gone.popleft()
-            if key in self._tables and self._tables[key][0]() is None:
-                self._drop(key)
 
 
 def _known(sequence: Sequence, table: DraftTable) -> int:

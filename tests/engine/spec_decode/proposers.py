@@ -14,12 +14,12 @@ from core.types.request import SequenceRequest
 from engine.kv.block_manager import BlockManager
 from engine.runner.runner import ModelRunner
 from engine.scheduler.sequence import Sequence
-from engine.spec_decode.draft import Draft
 from engine.spec_decode.heads.head_row import HeadLogits, HeadRow
 from engine.spec_decode.proposer import Proposal, Proposer
 from engine.spec_decode.speculation import Speculation
 from engine.spec_decode.step_cost import ProposalCost, StepCost
 from engine.spec_decode.suffix import Corpus, Suffix
+from engine.spec_decode.verify import Draft
 
 OURS: Mapping[str, Callable[[], Proposer]] = {"ngram": lambda: Suffix(), "suffix": lambda: Suffix(Corpus())}
 

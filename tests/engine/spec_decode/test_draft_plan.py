@@ -11,7 +11,13 @@ import pytest
 from core.rpc import worker_pb2 as pb
 from core.wire.messages import make_plausible
 from engine.scheduler.sequence import Sequence
-from engine.spec_decode.acceptance import AcceptanceRate, AcceptanceTracker, RatedProposal, RowYield, SequenceFactor
+from engine.spec_decode.acceptance_rates import (
+    AcceptanceRate,
+    AcceptanceTracker,
+    RatedProposal,
+    RowYield,
+    SequenceFactor,
+)
 from engine.spec_decode.draft_plan import plan_drafts
 from engine.spec_decode.proposer import Proposal
 from engine.spec_decode.step_cost import FREE, LearnedDraftCost, StepCost, factor_of
@@ -84,8 +90,8 @@ def test_plain_steps_update_factors() -> None:
         cost.observe(4, 0.5, has_drafts=False)
         cost.observe(4, 1.0, has_drafts=True)
     assert factor_of(cost.factors(), 4) > 1.8
-    for _ in range(1000):
-        cost.observe(4, 0.5, has_drafts=False)
+    for _ in range(250):
+        cost.observe(4, 0.5, has_drafts=False, num_steps=16)
     assert factor_of(cost.factors(), 4) < 1.1, "expensive drafts must be tried again"
 
 

@@ -1,6 +1,7 @@
-"""Draft: tokens that a step computes behind those of a sequence, before they are known to be the next ones.
+"""Drafts of a step, and their verification: which drafted tokens are accepted.
 
-A draft of d tokens behind a sequence of n:
+A step computes a draft's tokens behind those of its sequence, before they are known to be the next ones. A draft of d
+tokens behind a sequence of n:
 
     computed     token n - 1    draft 0      draft 1      ...      draft d - 1
     chosen            n          n + 1        n + 2                   n + d         position, of seed and draw

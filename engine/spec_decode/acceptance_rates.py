@@ -1,14 +1,12 @@
-"""Running acceptance rates of proposers, learned from the actual next tokens of sequences, drafted or not; counts."""
+"""Running acceptance rates of proposers, learned from the actual next tokens of sequences, drafted or not."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
-from weakref import WeakKeyDictionary
 
 from engine.scheduler.sequence import Sequence
 from engine.spec_decode.proposer import NUM_KINDS, Proposal
@@ -88,7 +86,7 @@ class AcceptanceTracker:
         self._vocab_size = vocab_size
         self._by_kind = {method: AcceptanceRate() for method in methods}
         self._means = {method: AcceptanceRate([_PRIOR_OF_MEAN], _MEMORY_OF_MEAN) for method in self._by_kind}
-        self._rows: WeakKeyDictionary[Sequence, _Row] = WeakKeyDictionary()
+        self._rows: dict[Sequence, _Row] = {}
 
     def learn(self, sequences: Iterable[Sequence]) -> None:
         """Judge and drop the proposals for sequences that have grown since. Call before any other method."""
@@ -117,7 +115,11 @@ class AcceptanceTracker:
         return method not in self._row(sequence).proposals
 
     def has_any(self, sequence: Sequence) -> bool:
-        return bool(self._row(sequence).proposals)
+        row = self._rows.get(sequence)
+        return row is not None and bool(row.proposals)
+
+    def forget(self, sequence: Sequence) -> None:
+        self._rows.pop(sequence, None)
 
     def expected(self, method: str, sequence: Sequence, num_tokens: int) -> list[float]:
         """Predict the chances of a method's next proposal, from its mean rate alone."""
@@ -148,14 +150,6 @@ class AcceptanceTracker:
         factor.observe(sum(by_kind.rates[kind] for kind in kinds), num_right)
         by_kind.observe(kinds, num_right)
         self._means[rated.method].observe([0] * len(kinds), num_right)
-
-
-@dataclass(eq=False, slots=True)
-class DraftCounts:
-    """Drafted and accepted tokens of one method, by place in the draft."""
-
-    drafted: Counter[int] = field(default_factory=Counter)
-    accepted: Counter[int] = field(default_factory=Counter)
 
 
 class RowYield:
