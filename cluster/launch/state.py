@@ -14,12 +14,13 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import msgspec
+
 from cluster.launch.local_ray import LocalRay
 from core.process import processes
 from core.process.atomic_file import write_whole
 from core.process.user_dirs import user_dir
 from core.types.errors import DeployError, NotDeployed, SpecError
-from core.types.json_records import known_fields
 
 _FILE = "state.json"
 # Written by any Ray that runs on this host.
@@ -138,10 +139,10 @@ def load(name: str) -> State | None:
     """
     file = state_dir(name) / _FILE
     try:
-        return _parse(file.read_text(encoding="utf-8"))
+        return msgspec.json.decode(file.read_bytes(), type=State)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, msgspec.DecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "not a state file of `cluster deploy`"
         raise DeployError(
             f"{file}: {why}; check that nothing of {name} is running (`cluster --address RAY down`, or end its Ray), "
@@ -181,19 +182,6 @@ def choose(name: str | None, deployed: Sequence[str], *, hint: str = "") -> str:
         problem = f"{name} is not deployed" if name else "nothing is deployed"
         raise NotDeployed(f"{problem}; run `cluster deploy 1P1D` to deploy{hint}")
     return name or deployed[0]
-
-
-def _parse(text: str) -> State:
-    tree = json.loads(text)
-    local_ray, lent_ray = tree.pop("local_ray"), tree.pop("lent_ray", None)
-    deploying, admin = tree.pop("deploying"), tree.pop("admin", ())
-    return State(
-        local_ray=LocalRay(**known_fields(LocalRay, local_ray)) if local_ray else None,
-        lent_ray=LocalRay(**known_fields(LocalRay, lent_ray)) if lent_ray else None,
-        deploying=Command(**known_fields(Command, deploying)) if deploying else None,
-        admin=tuple(admin),
-        **known_fields(State, tree),
-    )
 
 
 def _root() -> Path:

@@ -14,10 +14,11 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
 
+import msgspec
+
 from core.spec.loader import parse_spec
 from core.spec.schema import Spec
 from core.types.errors import SpecError
-from core.types.json_records import known_fields
 from core.types.request import Role
 
 
@@ -81,10 +82,4 @@ class Update:
 
     @classmethod
     def from_tree(cls, tree: Mapping[str, Any]) -> Update:
-        read: dict[str, Any] = {
-            "spec": parse_spec(tree["spec"], origin="the stored update"),
-            "roles": frozenset(map(Role, tree["roles"])),
-            "options": UpdateOptions(**known_fields(UpdateOptions, tree["options"])),
-            "phase": Phase(tree["phase"]),
-        }
-        return cls(**known_fields(cls, tree) | read)
+        return msgspec.convert(tree, cls, dec_hook=lambda _, spec: parse_spec(spec, origin="the stored update"))
