@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from rich.live import Live
     from rich.progress import Progress
 
-    from cluster.control.report import Pools, ReplicaReport
+    from cluster.control.replica import Pools, ReplicaReport
 
 _BAR_WIDTH = 20
 
 
 class ConsoleReporter:
-    """Reporter on the console. Implements cluster.control.report.Reporter."""
+    """Reporter on the console. Implements cluster.control.replica.Reporter."""
 
     def __init__(self, live: Live | None, *, is_new: bool) -> None:
         self._live = live

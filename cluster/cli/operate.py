@@ -13,8 +13,7 @@ import typer
 from cluster.cli.connection import ask, find_state, join_controller
 from cluster.cli.console import reporter
 from cluster.cli.options import Name, WaitForNodes
-from cluster.control.replica import number_of
-from cluster.control.report import ControllerReport, Pools
+from cluster.control.replica import ControllerReport, Pools, number_of
 from core.process.log import LogPart
 from core.types.errors import SpecError
 

@@ -21,9 +21,8 @@ from cluster.control.gang import find_replicas, remove_leftovers
 from cluster.control.key_registry import KeyKeeper
 from cluster.control.placement import check_room
 from cluster.control.pool import ReplicaPool, pool_of
-from cluster.control.replica import replica_id, role_of
+from cluster.control.replica import ControllerReport, replica_id, role_of
 from cluster.control.replica_lifecycle import adopt_all
-from cluster.control.report import ControllerReport
 from cluster.control.role_switches import RoleSwitches
 from cluster.control.traffic import CaptureReport, CurrentCapture, TrafficLog, remove_stale_capture
 from cluster.ray import store

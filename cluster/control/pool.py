@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from cluster.control.desired_state import Desired
 from cluster.control.gang import Home
 from cluster.control.pool_plan import STABLE_S, Backoff, plan_pool
-from cluster.control.replica import ReplicaState, ReplicaStatus
+from cluster.control.replica import FailureReport, PoolReport, ReplicaReport, ReplicaState, ReplicaStatus
 from cluster.control.replica_lifecycle import ReplicaLifecycle
-from cluster.control.report import FailureReport, PoolReport, ReplicaReport
 from core.types.errors import ReplicaFailed, SpecError
 from core.types.request import Role
 

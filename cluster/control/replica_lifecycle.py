@@ -44,7 +44,7 @@ class ReplicaLifecycle:
     ) -> None:
         """failures: recent failed starts of this pool, by node name. was: id of the replica whose gang this one takes
         over."""
-        self.view = ReplicaStatus(id=replica, role=role_of(replica), was=was)
+        self.view = ReplicaStatus(id=replica, was=was)
         self.serving_since: float | None = None  # time.monotonic()
         # It served before this run of the controller, so routers already have it.
         self.is_adopted = False
@@ -126,8 +126,7 @@ class ReplicaLifecycle:
         """
         self._gang.find()
         if self._gang.name in self._desired.switched:
-            replica = await self._gang.present_id()
-            self.view.id, self.view.role = replica, role_of(replica)
+            self.view.id = await self._gang.present_id()
         self._note_bindings(await self._gang.ask_all("bind"))
         state = await self._refresh()
         if state == "loading":

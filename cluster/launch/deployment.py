@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from cluster.control.desired_state import Parts
 from cluster.control.placement import Node
-from cluster.control.report import Reporter
+from cluster.control.replica import Reporter
 from cluster.launch import attached_endpoints, host_checks, local_ray, operator_key, preflight
 from cluster.launch import state as states
 from cluster.launch.audit_log import user_name

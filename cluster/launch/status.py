@@ -8,7 +8,7 @@ from dataclasses import replace
 from http import HTTPStatus
 from typing import Any, TypedDict
 
-from cluster.control.report import ControllerReport, FailureReport, PoolReport, Pools, Reporter, RevisionReport
+from cluster.control.replica import ControllerReport, FailureReport, PoolReport, Pools, Reporter, RevisionReport
 from cluster.launch import driver
 from cluster.launch.endpoints import open_ones
 from cluster.launch.router_admin import AdminAnswer, ask_routers, await_seen

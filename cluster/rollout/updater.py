@@ -15,8 +15,7 @@ from ray.exceptions import RayError
 from cluster.control.desired_state import Desired
 from cluster.control.placement import ResourceDemand, check_fit, check_room, live_nodes, share_out
 from cluster.control.pool import Goal, Member, ReplicaPool
-from cluster.control.replica import ReplicaState
-from cluster.control.report import RevisionReport, UpdateReport
+from cluster.control.replica import ReplicaState, RevisionReport, UpdateReport
 from cluster.rollout.revision_reporter import RevisionReporter
 from cluster.rollout.spec_diff import SpecChange, changes_of, check_possible, kind_of, tokens_of
 from cluster.rollout.update import Phase, Update, UpdateOptions

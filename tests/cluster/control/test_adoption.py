@@ -13,7 +13,7 @@ from ray.exceptions import RpcError
 from cluster.control import controller, replica_lifecycle
 from cluster.control.controller import Controller
 from cluster.control.desired_state import Desired
-from cluster.control.replica import ReplicaState, ReplicaStatus, role_of
+from cluster.control.replica import ReplicaState, ReplicaStatus
 from core.types.errors import DeployError, RankUnreachable
 from tests.cluster.deployments import make_desired
 
@@ -73,7 +73,7 @@ async def test_temporarily_unreachable_replica_is_adopted(
         num_tries = 0
 
         def __init__(self, replica: str, desired: Desired) -> None:
-            self.view = ReplicaStatus(id=replica, role=role_of(replica))
+            self.view = ReplicaStatus(id=replica)
 
         async def adopt(self) -> None:
             self.num_tries += 1

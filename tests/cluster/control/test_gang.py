@@ -16,7 +16,7 @@ from cluster.control.desired_state import Desired
 from cluster.control.gang import Gang
 from cluster.control.placement import Node
 from cluster.control.pool import Goal, ReplicaPool
-from cluster.control.replica import ReplicaStatus, role_of
+from cluster.control.replica import ReplicaStatus
 from core.types.errors import ReplicaFailed
 from core.types.request import Role
 from tests.cluster.deployments import make_desired
@@ -51,7 +51,7 @@ async def test_pool_remembers_failed_starts_while_a_replica_is_missing(monkeypat
 
         def __init__(self, replica: str, desired: Desired, *, failures: Mapping[str, int]) -> None:
             seen_failures.append(failures)
-            self.view = ReplicaStatus(id=replica, role=role_of(replica), node="host-a")
+            self.view = ReplicaStatus(id=replica, node="host-a")
             self.serving_since: float | None = None if seen_failures[1:] else 0.0
 
         async def live(self) -> None:

@@ -8,7 +8,7 @@ from core.types.request import Role
 
 
 def replica(number: int, state: str = "ready", *, role: Role = Role.DECODE, running: int = 0) -> ReplicaStatus:
-    return ReplicaStatus(id=f"{role}-{number}", role=role, state=ReplicaState(state), running=running)
+    return ReplicaStatus(id=f"{role}-{number}", state=ReplicaState(state), running=running)
 
 
 def test_missing_replicas_are_started() -> None:

@@ -10,9 +10,8 @@ from dataclasses import replace
 import pytest
 
 from cluster.control import desired_state
-from cluster.control.attached_list import AttachedList
 from cluster.control.desired_state import Desired
-from cluster.launch.attached_endpoints import attach
+from cluster.launch.attached_endpoints import AttachedList, attach
 from cluster.ray import name_lock, store
 from cluster.ray.name_lock import NameLock
 from core.spec.loader import parse_spec
