@@ -123,7 +123,7 @@ class Controller:
         if not wait_for_nodes:
             more = {role: number - before[role] for role, number in new_sizes.items()}
             more = {role: number - len(switching) if number > 0 else number for role, number in more.items()}
-            is_draining = any(pool.num_draining for pool in self._pools.values())
+            is_draining = any(pool.has_draining for pool in self._pools.values())
             check_room(desired.spec, more, is_draining=is_draining)
         for replica in switching:
             self._switches.begin(desired, replica)
@@ -158,7 +158,7 @@ class Controller:
     async def members(self) -> list[bytes]:
         """Return the signed records of all serving replicas, for routers that do not find them in Redis."""
         await self._has_adopted.wait()
-        return [member for pools in self._pools.values() for member in pools.records]
+        return [life.member for pool in self._pools.values() for life in pool.lives if life.member]
 
     async def switch(self, replica: str) -> str:
         """Turn a serving replica into one of the other pool, with its processes, weights and cached blocks.

@@ -15,6 +15,7 @@ from typing import cast
 from cluster.control.desired_state import Desired
 from cluster.control.gang import Gang, Home, find_replicas, remove_leftovers
 from cluster.control.placement import NO_FAILURES
+from cluster.control.pool_plan import STABLE_S
 from cluster.control.replica import ReplicaState, ReplicaStatus, number_of, role_of
 from core.process.log import LogPart
 from core.types.errors import RankUnreachable, ReplicaFailed
@@ -45,6 +46,10 @@ class ReplicaLifecycle:
         """failures: recent failed starts of this pool, by node name. was: id of the replica whose gang this one takes
         over."""
         self.view = ReplicaStatus(id=replica, was=was)
+        # Revision that it was started from, and the time at which it was asked to drain. Its pool sets them.
+        self.make = 1
+        self.left_at: float | None = None
+        self.created_at = time.monotonic()
         self.serving_since: float | None = None  # time.monotonic()
         # It served before this run of the controller, so routers already have it.
         self.is_adopted = False
@@ -69,6 +74,20 @@ class ReplicaLifecycle:
     def gang(self) -> str:
         """Gang id in Ray's names."""
         return self._gang.name
+
+    @property
+    def is_leaving(self) -> bool:
+        return self.view.state is ReplicaState.DRAINING
+
+    @property
+    def start_s(self) -> float | None:
+        """Seconds until it served; None if it does not serve yet or was adopted."""
+        if self.serving_since is None or self.is_adopted:
+            return None
+        return self.serving_since - self.created_at
+
+    def is_stable(self, now: float) -> bool:
+        return self.serving_since is not None and now - self.serving_since >= STABLE_S
 
     async def live(self) -> None:
         """Start, serve and drain when asked to. Returns after a regular end, else raises ReplicaFailed.

@@ -13,7 +13,8 @@ from ray.exceptions import RpcError
 from cluster.control import controller, replica_lifecycle
 from cluster.control.controller import Controller
 from cluster.control.desired_state import Desired
-from cluster.control.replica import ReplicaState, ReplicaStatus
+from cluster.control.replica import ReplicaState
+from cluster.control.replica_lifecycle import ReplicaLifecycle
 from core.types.errors import DeployError, RankUnreachable
 from tests.cluster.deployments import make_desired
 
@@ -68,12 +69,8 @@ async def test_temporarily_unreachable_replica_is_adopted(
 ) -> None:
     """Hosts do not come back all at once when the controller's host has rebooted."""
 
-    class Timeline:
-        home = serving_since = None
+    class Timeline(ReplicaLifecycle):
         num_tries = 0
-
-        def __init__(self, replica: str, desired: Desired) -> None:
-            self.view = ReplicaStatus(id=replica)
 
         async def adopt(self) -> None:
             self.num_tries += 1
