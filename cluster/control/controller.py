@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,7 +25,7 @@ from cluster.control.pool import ReplicaPool, pool_of
 from cluster.control.replica import ControllerReport, replica_id, role_of
 from cluster.control.replica_lifecycle import adopt_all
 from cluster.control.role_switches import RoleSwitches
-from cluster.control.traffic import CaptureReport, CurrentCapture, TrafficLog, remove_stale_capture
+from cluster.control.traffic import CaptureReport, TrafficCapture, TrafficLog, capture_file, ignore
 from cluster.ray import store
 from cluster.ray.node_logs import RouterLogs, read_rank
 from cluster.ray.store import CONTROLLER, namespace
@@ -70,12 +71,13 @@ class Controller:
         self._pools = {role: ReplicaPool(role, make=makes[role], changed=self._changed.set) for role in Role}
         if stored:
             self._take_charge(stored)
-            remove_stale_capture(stored.launch.log_dir)
+            capture_file(stored.launch.log_dir).unlink(missing_ok=True)
         self._switches = RoleSwitches(self._pools)
         self._has_adopted = asyncio.Event()
         self._router_logs = RouterLogs()
         self._traffic = TrafficLog()
-        self._capture = CurrentCapture(self._traffic)
+        # A restart of the controller ends it.
+        self._capture: TrafficCapture | None = None
         self._autoscaling = Autoscaling(
             name,
             self._pools,
@@ -98,8 +100,7 @@ class Controller:
 
     async def status(self) -> ControllerReport:
         """Return the state of all pools. After a restart, waits until running replicas have been adopted."""
-        await self._has_adopted.wait()
-        desired = self._known
+        desired = await self._adopted()
         pools = {role.value: self._pools[role].report(desired.spec.pool(role).replicas) for role in Role}
         spec = desired.spec.model_dump(mode="json")
         return {"spec": spec, "pools": pools, "revision": self._updates.report(desired)}
@@ -111,8 +112,7 @@ class Controller:
         allows it (core.types.role_switch); `status` then reports their earlier id as `was`. Raises SpecError during an
         update, and DeployError if the nodes lack room and `wait_for_nodes` is False; nothing has changed then.
         """
-        await self._has_adopted.wait()
-        desired = self._known
+        desired = await self._adopted()
         self._updates.check_none(desired)
         new_sizes = {Role(role): number for role, number in replicas.items()}
         if any(not 0 <= number <= MAX_REPLICAS for number in new_sizes.values()):
@@ -139,10 +139,10 @@ class Controller:
         seen: the spec that the operator edited; scaling done since then is kept. Raises SpecError, and DeployError if
         there is no room; nothing has changed then.
         """
-        await self._has_adopted.wait()
-        self._updates.begin(self._known, parse_spec(spec), options, seen=parse_spec(seen) if seen else None)
+        desired = await self._adopted()
+        self._updates.begin(desired, parse_spec(spec), options, seen=parse_spec(seen) if seen else None)
         self._changed.set()
-        return self._known.update is not None
+        return desired.update is not None
 
     async def abort_update(self) -> int:
         """Roll back the running update. Return the revision that is being restored. Raises SpecError."""
@@ -152,8 +152,7 @@ class Controller:
 
     async def revisions(self) -> str:
         """Return the revision table that routers read from Redis, for a router that starts."""
-        await self._has_adopted.wait()
-        return self._updates.tell(self._known).to_json()
+        return self._updates.tell(await self._adopted()).to_json()
 
     async def members(self) -> list[bytes]:
         """Return the signed records of all serving replicas, for routers that do not find them in Redis."""
@@ -167,10 +166,10 @@ class Controller:
         `drain`. If it is lost or not drained within timeouts.drain_s, a new replica starts under the new id. Idempotent
         while the switch runs. Raises SpecError, and changes nothing, if the replica cannot switch.
         """
-        await self._has_adopted.wait()
+        desired = await self._adopted()
         pool_of(replica, self._pools)
-        self._updates.check_none(self._known)
-        successor = self._switches.ask(self._known, replica)
+        self._updates.check_none(desired)
+        successor = self._switches.ask(desired, replica)
         self._desire_changed()
         return successor
 
@@ -190,17 +189,18 @@ class Controller:
 
         "controller" means this process; "router" means all routers in start order, including ended ones.
         """
+        log_dir, starts = self._known.launch.log_dir, starts or {}
         if replica == CONTROLLER:
-            return {0: read_log(_own_log(self._known.launch.log_dir), lines=lines, start=(starts or {}).get(0))}
+            return {0: read_log(_own_log(log_dir), lines=lines, start=starts.get(0))}
         if replica == _ROUTER:
-            return await self._router_logs.read(self._known.launch.log_dir, lines=lines, starts=starts or {})
+            return await self._router_logs.read(log_dir, lines=lines, starts=starts)
         await self._has_adopted.wait()
         home = pool_of(replica, self._pools).home(replica)
         if home is None:
             raise DeployError(f"{replica} has no log yet: it has not been placed on a node")
-        life, log_dir = self._pools[role_of(replica)].get(replica), self._known.launch.log_dir
+        life = self._pools[role_of(replica)].get(replica)
         return {
-            rank: await read_rank(life, log_dir, replica, rank, home, lines=lines, start=(starts or {}).get(rank))
+            rank: await read_rank(life, log_dir, replica, rank, home, lines=lines, start=starts.get(rank))
             for rank in range(home.num_ranks)
         }
 
@@ -237,19 +237,28 @@ class Controller:
 
     async def start_capture(self, *, max_bytes: int) -> None:
         """Start capturing traffic to a file on the head. Raises SpecError if a capture is running."""
-        self._capture.start(self._known.launch.log_dir, max_bytes=max_bytes)
+        if self._capture:
+            raise SpecError("a capture is under way; end it by `cluster capture stop -o FILE`")
+        file = capture_file(self._known.launch.log_dir)
+        self._capture = TrafficCapture(file, begin_s=time.monotonic(), max_bytes=max_bytes)
+        self._traffic.ended = self._capture.note
 
     async def capture(self) -> CaptureReport | None:
         """Return the state of the running capture, or None."""
-        return self._capture.report()
+        return self._capture.report(time.monotonic()) if self._capture else None
 
     async def read_capture(self, begin: int, num_bytes: int) -> bytes:
         """Return part of the running capture's file. Raises SpecError if no capture is running."""
+        if self._capture is None:
+            raise SpecError("no capture is under way; begin one by `cluster capture start`")
         return self._capture.read(begin, num_bytes)
 
     async def stop_capture(self) -> None:
         """Stop the capture and delete its file on the head."""
-        self._capture.stop()
+        if self._capture:
+            self._traffic.ended = ignore
+            self._capture.remove()
+            self._capture = None
 
     async def set_autoscale(self, rules: AutoscaleSpec | None) -> None:
         """Use these rules from the next decision on. None turns autoscaling off."""
@@ -264,7 +273,7 @@ class Controller:
         """Remove every replica at once, and delete the deployment's state."""
         self._reconciling.cancel()
         self._deciding.cancel()
-        self._capture.stop()
+        await self.stop_capture()
         await asyncio.gather(*(pool.stop() for pool in self._pools.values()))
         if self._keys:
             await self._keys.close()
@@ -314,6 +323,11 @@ class Controller:
             self._known.made[replica] = make
         desired_store.save(self._known)
         return replica
+
+    async def _adopted(self) -> Desired:
+        """Return the desired state once running replicas have been adopted. Raises DeployError if there is none."""
+        await self._has_adopted.wait()
+        return self._known
 
     def _take_charge(self, desired: Desired) -> None:
         """Begin to work for a deployment."""
