@@ -51,7 +51,7 @@ class State:
     name: str
     ray_address: str
     # Local Ray started for this deployment.
-    local_ray: LocalRay | None
+    local_ray: LocalRay | None = None
     # Local Ray of the deployment whose endpoints this one uses.
     lent_ray: LocalRay | None = None
     # Id of its name lock on that Ray; empty: it holds none.
@@ -59,8 +59,8 @@ class State:
     # Ray Serve was started for it.
     owns_serve: bool = False
     # "host:port", or several, separated by commas.
-    grpc: str
-    http: str  # "http://host:port", likewise
+    grpc: str = ""
+    http: str = ""  # "http://host:port", likewise
     # "host:port" of every admin port that a router may use on its own node.
     admin: tuple[str, ...] = ()
     # Clients need an API key.
@@ -71,7 +71,7 @@ class State:
     endpoints: str = ""
     # Served model name; empty: unknown, for a partial deployment.
     model: str = ""
-    deploying: Command | None  # None once deployed
+    deploying: Command | None = None  # None once deployed
 
     @property
     def joined_ray(self) -> LocalRay | None:
