@@ -22,7 +22,7 @@ from cluster.control.gang import find_replicas, remove_leftovers
 from cluster.control.key_registry import KeyKeeper
 from cluster.control.placement import check_room
 from cluster.control.pool import ReplicaPool, pool_of
-from cluster.control.replica import ControllerReport, replica_id, role_of
+from cluster.control.replica import ControllerReport, replica_id
 from cluster.control.replica_lifecycle import adopt_all
 from cluster.control.role_switches import RoleSwitches
 from cluster.control.traffic import CaptureReport, TrafficCapture, TrafficLog, capture_file, ignore
@@ -198,9 +198,8 @@ class Controller:
         home = pool_of(replica, self._pools).home(replica)
         if home is None:
             raise DeployError(f"{replica} has no log yet: it has not been placed on a node")
-        life = self._pools[role_of(replica)].get(replica)
         return {
-            rank: await read_rank(life, log_dir, replica, rank, home, lines=lines, start=starts.get(rank))
+            rank: await read_rank(home.node_id, log_dir, replica, rank, lines=lines, start=starts.get(rank))
             for rank in range(home.num_ranks)
         }
 

@@ -6,6 +6,8 @@ import json
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+import msgspec
+
 from cluster.ray import store
 from cluster.ray.store import namespace
 from cluster.rollout.update import Update
@@ -109,16 +111,12 @@ class Desired:
         )
         read: dict[str, Any] = {
             "launch": launch,
-            "parts": Parts(**known_fields(Parts, tree["parts"])),
-            "next_number": _by_role(tree["next_number"]),
-            "makes": _by_role(tree["makes"]),
+            "parts": msgspec.convert(tree["parts"], Parts),
+            "next_number": msgspec.convert(tree["next_number"], dict[Role, int]),
+            "makes": msgspec.convert(tree["makes"], dict[Role, int]),
             "update": Update.from_tree(tree["update"]) if tree["update"] else None,
         }
         return cls(**known_fields(cls, tree) | read)
-
-
-def _by_role(numbers: dict[str, int]) -> dict[Role, int]:
-    return {Role(role): number for role, number in numbers.items()}
 
 
 def save(desired: Desired) -> None:

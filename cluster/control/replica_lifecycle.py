@@ -10,14 +10,12 @@ import contextlib
 import logging
 import time
 from collections.abc import Mapping
-from typing import cast
 
 from cluster.control.desired_state import Desired
 from cluster.control.gang import Gang, Home, find_replicas, remove_leftovers
 from cluster.control.placement import NO_FAILURES
 from cluster.control.pool_plan import STABLE_S
 from cluster.control.replica import ReplicaState, ReplicaStatus, number_of, role_of
-from core.process.log import LogPart
 from core.types.errors import RankUnreachable, ReplicaFailed
 from core.types.rank_api import Binding, Progress, RankStatus
 
@@ -156,10 +154,6 @@ class ReplicaLifecycle:
         self.serving_since = time.monotonic()
         if state != "ready":
             self.leave()
-
-    async def read_log(self, rank: int, *, lines: int, start: int | None) -> LogPart:
-        """Read the log through the rank's own process. Raises ReplicaFailed or TimeoutError if it does not answer."""
-        return cast(LogPart, await self._gang.ask(rank, "read_log", lines, start))
 
     async def _start(self) -> None:
         """Start and load all ranks, within timeouts.start_s of placement."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,11 +10,9 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from cluster.control.gang import Home
 from cluster.control.placement import live_nodes, router_nodes, run_on
-from cluster.control.replica_lifecycle import ReplicaLifecycle
 from core.process.log import LogPart, find_logs, log_path, read_log
-from core.types.errors import DeployError, ReplicaFailed
+from core.types.errors import DeployError
 
 T = TypeVar("T")
 
@@ -30,16 +27,11 @@ async def read_there(node_id: str, path: Path, *, lines: int, start: int | None)
     return part
 
 
-async def read_rank(
-    life: ReplicaLifecycle | None, log_dir: str, replica: str, rank: int, home: Home, *, lines: int, start: int | None
-) -> LogPart:
-    """Read a rank's log. life: None if the replica has left. Raises DeployError."""
-    if life is not None:
-        with contextlib.suppress(ReplicaFailed, TimeoutError):
-            return await life.read_log(rank, lines=lines, start=start)
+async def read_rank(node_id: str, log_dir: str, replica: str, rank: int, *, lines: int, start: int | None) -> LogPart:
+    """Read a rank's log on its node. Raises DeployError."""
     path = log_path(log_dir, replica, rank)
     try:
-        return await read_there(home.node_id, path, lines=lines, start=start)
+        return await read_there(node_id, path, lines=lines, start=start)
     except (RayError, TimeoutError) as error:
         raise DeployError(f"{replica}: cannot read {path} on its node: {type(error).__name__}") from error
 

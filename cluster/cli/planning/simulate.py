@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cluster.cli.connection import ask, find_state, join_controller
+from cluster.cli.connection import find_state, learned_by
 from cluster.cli.console import columns
 from cluster.cli.options import (
     AsJson,
@@ -138,14 +138,11 @@ def running_deployment(name: str | None) -> tuple[dict[str, Any], Profile] | Non
         if name is not None:
             raise
         return None
-    controller = join_controller(state)
+    spec, replicas = learned_by(state)
     from core.process.ports import is_chosen
-    from core.spec.schema import AutoscaleSpec, Spec
-    from core.trace.traffic import ReplicaReport
+    from core.spec.schema import AutoscaleSpec
     from planner.autoscaler.live import fleets_of
 
-    spec = Spec.model_validate(ask(controller, "status")["spec"])
-    replicas = [ReplicaReport.of(tree) for tree in ask(controller, "autoscaling")["replicas"]]
     try:
         profile = fleets_of(spec, AutoscaleSpec(), replicas).profile
     except ClusterError as error:
