@@ -55,10 +55,3 @@ def test_problem_is_monotonic_in_failures_and_delay(old: RevisionCounts, new: Re
     new.failed = min(new.attempts, new.failed + 1)
     new.ttft_s *= 1.1
     assert _problem(old, new) or not before
-
-
-@given(old=_counts())
-def test_failing_revision_is_rolled_back(old: RevisionCounts) -> None:
-    old.failed //= 2
-    new = RevisionCounts(attempts=MIN_REQUESTS, failed=MIN_REQUESTS)
-    assert _problem(old, new)

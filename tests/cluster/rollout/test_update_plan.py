@@ -160,8 +160,3 @@ def test_step_between_two_revisions(
     )
     step = next_step(dict.fromkeys(Role, view), is_trial=is_trial)
     assert {(one.leaving, one.candidate) for one in step.values()} == {sizes}
-
-
-@pytest.mark.parametrize("replicas", [1, 3, 4, 16])
-def test_surge_is_bounded(replicas: int) -> None:
-    assert surge_of(replicas) == max(1, replicas // 4)
