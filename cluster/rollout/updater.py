@@ -13,7 +13,7 @@ from dataclasses import replace
 from ray.exceptions import RayError
 
 from cluster.control.desired_state import Desired
-from cluster.control.placement import ResourceDemand, check_fit, check_room, live_nodes, share_out
+from cluster.control.placement import check_fit, check_room, live_nodes, pools_of, share_out
 from cluster.control.pool import Goal, ReplicaPool
 from cluster.control.replica import ReplicaState, RevisionReport, UpdateReport
 from cluster.control.replica_lifecycle import ReplicaLifecycle
@@ -253,11 +253,13 @@ class Updater:
         Raises DeployError.
         """
         nodes = live_nodes()
-        demands = [ResourceDemand(role, spec.pool(role), min(1, spec.pool(role).replicas)) for role in roles]
+        pools = pools_of(spec)
+        counts = {role: min(1, pools[role].replicas) for role in roles}
         try:
-            check_fit(demands, nodes)
+            check_fit(nodes, pools, counts)
         except DeployError as error:
-            check_fit(demands, [replace(node, available=node.total) for node in nodes])  # it never fits
+            # It never fits.
+            check_fit([replace(node, available=node.total) for node in nodes], pools, counts)
             alone = [role for role in roles if desired.spec.pool(role).replicas == 1]
             if alone:
                 raise DeployError(
