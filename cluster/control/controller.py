@@ -11,7 +11,6 @@ import contextlib
 import functools
 import logging
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -89,14 +88,11 @@ class Controller:
         self._deciding = asyncio.create_task(self._autoscaling.run_forever())
 
     async def apply(self, launch: Launch, *, parts: Parts) -> None:
-        """Make the launch's spec the desired state. Changes to pools apply to replicas that start from now on."""
+        """Begin with this desired state. Idempotent: Ray repeats a call whose answer was lost."""
         if self._desired is None:
             _prepare_authority(launch.spec)
             self._take_charge(Desired(launch=launch, parts=parts))
-        else:
-            _check_same_model(self._desired.spec, launch.spec)
-            self._desired = replace(self._desired, launch=replace(self._desired.launch, spec=launch.spec))
-        self._desire_changed()
+            self._desire_changed()
 
     async def status(self) -> ControllerReport:
         """Return the state of all pools. After a restart, waits until running replicas have been adopted."""
@@ -385,13 +381,6 @@ def _authority_of(spec: Spec) -> Authority:
     if stored := store.get(namespace(spec.name), _AUTHORITY):
         return Authority.from_json(stored)
     raise DeployError(f"{spec.name} has no certificate authority (security.tls: {spec.security.tls})")
-
-
-def _check_same_model(old: Spec, new: Spec) -> None:
-    """Raise SpecError if a setting differs that all running replicas must agree on."""
-    for section in ("name", "model", "kv", "index", "security"):
-        if getattr(old, section) != getattr(new, section):
-            raise SpecError(f"{section}: cannot change while deployed; take {old.name} down first")
 
 
 def _own_log(log_dir: str) -> Path:

@@ -6,7 +6,6 @@ written before anything starts, so `cluster down` can clean up after any interru
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -105,26 +104,20 @@ def operator_key_file(name: str) -> Path:
 @contextmanager
 def reserve(name: str) -> Iterator[None]:
     """Lock `name` against other commands of this user while a deploy starts. Raises DeployError if it is locked."""
+    # Imported here, because only `cluster deploy` needs it, and it takes long.
+    from filelock import FileLock, Timeout
+
     file = _root() / f"{name}.lock"
+    lock = FileLock(file)
     try:
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        lock = file.open("w")
+        lock.acquire(blocking=False)
+    except Timeout:
+        raise DeployError(f"{name} is being deployed by another command") from None
     except OSError as error:
         raise DeployError(f"{file}: {error.strerror}; set CLUSTER_STATE_DIR to a writable directory") from None
     with lock:
-        try:
-            # The kernel releases the lock when this process ends.
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            has_it = os.path.samestat(os.fstat(lock.fileno()), file.stat())
-        except (BlockingIOError, FileNotFoundError):
-            has_it = False
-        # A lock on a file that another command removed in the meantime excludes no one.
-        if not has_it:
-            raise DeployError(f"{name} is being deployed by another command")
-        try:
-            yield
-        finally:
-            file.unlink(missing_ok=True)
+        yield
 
 
 def save(state: State) -> None:
