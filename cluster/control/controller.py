@@ -20,7 +20,7 @@ from cluster.control.desired_state import Desired, Parts
 from cluster.control.gang import find_replicas, remove_leftovers
 from cluster.control.key_registry import KeyKeeper
 from cluster.control.placement import check_room
-from cluster.control.pool import ReplicaPool, pool_of
+from cluster.control.pool import ReplicaPool, life_of, pool_of
 from cluster.control.replica import ControllerReport, replica_id
 from cluster.control.replica_lifecycle import adopt_all
 from cluster.control.role_switches import RoleSwitches
@@ -121,8 +121,8 @@ class Controller:
             more = {role: number - len(switching) if number > 0 else number for role, number in more.items()}
             is_draining = any(pool.has_draining for pool in self._pools.values())
             check_room(desired.spec, more, is_draining=is_draining)
-        for replica in switching:
-            self._switches.begin(desired, replica)
+        for life in switching:
+            self._switches.begin(desired, life)
         for role, number in new_sizes.items():
             desired.scale(role, number)
             self._pools[role].retry()
@@ -163,19 +163,17 @@ class Controller:
         while the switch runs. Raises SpecError, and changes nothing, if the replica cannot switch.
         """
         desired = await self._adopted()
-        pool_of(replica, self._pools)
+        life = life_of(replica, self._pools)
         self._updates.check_none(desired)
-        successor = self._switches.ask(desired, replica)
+        successor = self._switches.ask(desired, life)
         self._desire_changed()
         return successor
 
     async def drain(self, replica: str) -> None:
         """Let one replica finish or hand over its work and leave. A new one with a new id replaces it."""
         await self._has_adopted.wait()
-        pool = pool_of(replica, self._pools)
-        if pool.get(replica) is None:
-            raise SpecError(f"{replica} has left already")
-        pool.retire(replica)
+        life = life_of(replica, self._pools)
+        self._pools[life.view.role].retire(replica)
         self._changed.set()
 
     async def logs(self, replica: str, *, lines: int = 50, starts: dict[int, int] | None = None) -> dict[int, LogPart]:

@@ -205,6 +205,14 @@ class ReplicaPool:
             starts.start_failed(view.node, started_at=life.created_at, now=now)
 
 
+def life_of(replica: str, pools: Mapping[Role, ReplicaPool]) -> ReplicaLifecycle:
+    """Return a present replica. Raises SpecError if it has left or never was."""
+    life = pool_of(replica, pools).get(replica)
+    if life is None:
+        raise SpecError(f"{replica} has left already")
+    return life
+
+
 def pool_of(replica: str, pools: Mapping[Role, ReplicaPool]) -> ReplicaPool:
     """Return the pool that a replica belongs or belonged to. Raises SpecError for unknown names."""
     for pool in pools.values():

@@ -59,14 +59,6 @@ def test_truncated_file_is_an_error(left: str, file: Path) -> None:
     check_is_free("a", print)
 
 
-def test_name_is_reserved_once(state_root: Path) -> None:
-    with state.reserve("a"), state.reserve("b"):
-        with pytest.raises(DeployError, match="a is being deployed by another command"), state.reserve("a"):
-            pass
-    with state.reserve("a"):
-        assert state.deployed_names() == []
-
-
 def test_state_directory_is_writable_and_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("CLUSTER_STATE_DIR", str(tmp_path / "file"))
