@@ -119,7 +119,7 @@ class _Change:
     def switched(self) -> dict[str, str]:
         """Role switches since the change: old id to new id."""
         replicas = [replica for pool in self.pools.values() for replica in pool["replicas"]]
-        return {was: replica["id"] for replica in replicas if (was := replica.get("was", "")) in self.known}
+        return {was: replica["id"] for replica in replicas if (was := replica["was"]) in self.known}
 
 
 def _change(

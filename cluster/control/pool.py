@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from cluster.control.desired_state import Desired
 from cluster.control.gang import Home
 from cluster.control.pool_plan import StartHistory, plan_pool
-from cluster.control.replica import PoolReport, ReplicaReport, ReplicaState, ReplicaStatus
+from cluster.control.replica import PoolReport, ReplicaState, ReplicaStatus
 from cluster.control.replica_lifecycle import ReplicaLifecycle
 from core.types.errors import ReplicaFailed, SpecError
 from core.types.request import Role
@@ -58,7 +58,7 @@ class ReplicaPool:
         revision.
         """
         for life in self.lives:
-            if life.make not in goals:
+            if life.view.revision not in goals:
                 self.retire(life.view.id)
         self._newest = max(goals, default=self._newest)
         now = time.monotonic()
@@ -76,7 +76,7 @@ class ReplicaPool:
 
     def add(self, life: ReplicaLifecycle, make: int | None = None) -> None:
         """Add a new or an adopted replica and run it. make: its revision; None: the newest."""
-        life.make = self._newest if make is None else make
+        life.view.revision = self._newest if make is None else make
         self._lives[life.view.id] = life
         self._tasks[life.view.id] = asyncio.create_task(self._live(life))
 
@@ -115,7 +115,7 @@ class ReplicaPool:
 
     def lives_of(self, make: int) -> list[ReplicaLifecycle]:
         """Return the replicas of one revision."""
-        return [life for life in self.lives if life.make == make]
+        return [life for life in self.lives if life.view.revision == make]
 
     def starts(self, make: int) -> StartHistory:
         """Return the failures of one revision's replicas."""
@@ -155,12 +155,11 @@ class ReplicaPool:
 
     def report(self, desired: int) -> PoolReport:
         """Return the pool's part of `Controller.status`."""
-        lives, newest = sorted(self.lives, key=lambda life: life.make), self.starts(self._newest)
-        replicas: list[ReplicaReport] = [{**life.view.report(), "revision": life.make} for life in lives]
+        lives, newest = sorted(self.lives, key=lambda life: life.view.revision), self.starts(self._newest)
         return {
             "desired": desired,
             "ready": sum(view.state is ReplicaState.READY for view in self.views),
-            "replicas": replicas,
+            "replicas": [life.view.report() for life in lives],
             "failures": [failure for starts in self._starts.values() for failure in starts.failures],
             "failed_rounds": newest.rounds,
             "has_given_up": newest.has_given_up,
@@ -185,7 +184,7 @@ class ReplicaPool:
             self._changed()
 
     def _note_failure(self, life: ReplicaLifecycle, reason: str, *, will_repeat: bool) -> None:
-        view, starts, now = life.view, self.starts(life.make), time.monotonic()
+        view, starts, now = life.view, self.starts(life.view.revision), time.monotonic()
         where = f" on {view.node}" if view.node else ""
         outcome = "failed" if view.state in (ReplicaState.READY, ReplicaState.DRAINING) else "did not start"
         text = f"{view.id}{where} {outcome} ({view.state}): {reason}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Any, NotRequired, Protocol, TypedDict, cast
+from typing import Any, Protocol, TypedDict, cast
 
 from core.types.rank_api import Blocks
 from core.types.request import Role
@@ -43,6 +43,8 @@ class ReplicaStatus:
     fraction: float = 0.0  # of loading, 0 to 1
     # Id before its role switch; empty if it never switched.
     was: str = ""
+    # Revision that it was started from; its pool sets it.
+    revision: int = 1
 
     @property
     def role(self) -> Role:
@@ -92,10 +94,10 @@ class ReplicaReport(TypedDict):
     # Current activity, or the thing it waits for.
     stage: str
     fraction: float  # of loading, 0 to 1
-    # Revision that it was started from.
-    revision: NotRequired[int]
     # Id before its role switch; empty if it never switched.
     was: str
+    # Revision that it was started from.
+    revision: int
 
 
 class FailureReport(TypedDict):

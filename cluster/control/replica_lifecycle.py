@@ -44,8 +44,7 @@ class ReplicaLifecycle:
         """failures: recent failed starts of this pool, by node name. was: id of the replica whose gang this one takes
         over."""
         self.view = ReplicaStatus(id=replica, was=was)
-        # Revision that it was started from, and the time at which it was asked to drain. Its pool sets them.
-        self.make = 1
+        # Time at which its pool asked it to drain.
         self.left_at: float | None = None
         self.created_at = time.monotonic()
         self.serving_since: float | None = None  # time.monotonic()
