@@ -122,7 +122,10 @@ def check_no_attached(state: State) -> None:
     On a Ray shared by several deployments, a driver must be connected.
     """
     if state.local_ray is not None:
-        attached_deployments = states.served_by(state)
+        others = (states.load(name) for name in states.deployed_names() if name != state.name)
+        attached_deployments = [
+            one.name for one in others if one and (one.endpoints, one.lent_ray) == (state.name, state.local_ray)
+        ]
     elif state.endpoints:
         return
     else:

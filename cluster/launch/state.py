@@ -152,14 +152,6 @@ def deployed_names() -> list[str]:
     return sorted(path.parent.name for path in _root().glob(f"*/{_FILE}"))
 
 
-def served_by(endpoints: State) -> list[str]:
-    """Return the deployments on this one's local Ray that use its endpoints. Raises DeployError."""
-    others = (load(name) for name in deployed_names() if name != endpoints.name)
-    return [
-        one.name for one in others if one and one.endpoints == endpoints.name and one.lent_ray == endpoints.local_ray
-    ]
-
-
 def find(name: str | None) -> State:
     """Return the deployment called `name`, or the only one. Raises NotDeployed, or SpecError if there are several."""
     state = load(choose(name, deployed_names(), hint=_RAY_HINT if _RAY_MARK.exists() else ""))

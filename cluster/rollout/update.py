@@ -10,7 +10,7 @@ The remaining work of a phase follows from the running replicas (update_plan), s
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -73,9 +73,6 @@ class Update:
     phase: Phase = Phase.ROLLING
     # Reason of the rollback.
     reason: str = ""
-
-    def returning(self, reason: str) -> Update:
-        return replace(self, phase=Phase.RETURNING, reason=reason)
 
     def to_tree(self) -> dict[str, Any]:
         return asdict(self) | {"spec": self.spec.model_dump(mode="json"), "roles": sorted(self.roles)}

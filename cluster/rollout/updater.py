@@ -108,7 +108,7 @@ class Updater:
         if desired.update is None:
             raise SpecError("no update is under way")
         if desired.update.phase is not Phase.RETURNING:
-            desired.update = desired.update.returning(reason)
+            desired.update = replace(desired.update, phase=Phase.RETURNING, reason=reason)
             logger.warning("rolling back revision=%d reason=%s", desired.update.revision, reason)
             self._save()
 
