@@ -68,9 +68,9 @@ class Desired:
 
     def as_made(self, replica: str, role: Role) -> Desired:
         """Return the desired state with the spec that this replica was started from."""
-        update = self.update
-        is_new = update is not None and self.make_of(replica, role) == update.revision
-        return self.of(update.spec) if update is not None and is_new else self
+        if self.update and self.make_of(replica, role) == self.update.revision:
+            return self.of(self.update.spec)
+        return self
 
     def scale(self, role: Role, replicas: int) -> None:
         pool = self.spec.pool(role).model_copy(update={"replicas": replicas})
