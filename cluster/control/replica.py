@@ -33,10 +33,11 @@ class ReplicaStatus:
 
     id: str
     state: ReplicaState = ReplicaState.PENDING
-    node: str = ""  # node name
+    # Node name; empty before placement.
+    node: str = ""
     ranks: list[RankReport] = field(default_factory=list)
     blocks: Blocks = field(default_factory=lambda: Blocks(total=0, free=0, cached=0))
-    running: int = 0
+    running: int = 0  # sequences
     waiting: int = 0
     # Current activity, or the thing it waits for.
     stage: str = ""
@@ -83,20 +84,18 @@ class RankReport(TypedDict):
 
 
 class ReplicaReport(TypedDict):
+    """Fields of ReplicaStatus."""
+
     id: str
-    state: str  # a cluster.control.replica.ReplicaState
-    # Node name; empty before placement.
+    state: str
     node: str
     ranks: list[RankReport]
     blocks: Blocks
-    running: int  # sequences
+    running: int
     waiting: int
-    # Current activity, or the thing it waits for.
     stage: str
-    fraction: float  # of loading, 0 to 1
-    # Id before its role switch; empty if it never switched.
+    fraction: float
     was: str
-    # Revision that it was started from.
     revision: int
 
 

@@ -48,14 +48,8 @@ class AttachedList:
         try:
             names = json.loads(text)["spec"].get("router", {}).get("endpoints")
             return text, desired_state.Desired.from_json(text).launch if names == self._endpoints else None
-        except (
-            ClusterError,
-            ValueError,
-            LookupError,
-            TypeError,
-            AttributeError,
+        except (ClusterError, ValueError, LookupError, TypeError, AttributeError) as error:
             # The record may be from another version.
-        ) as error:
             logger.warning("ignored unreadable deployment record deployment=%s error=%r", name, error)
             return text, known[1] if known else None
 
