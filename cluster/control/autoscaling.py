@@ -129,11 +129,7 @@ class Autoscaling:
         last = list(self._decisions)[: -_SHOWN - 1 : -1]
         return tuple(
             ShownDecision(
-                at=one.time_s,
-                text=f"{one.before} -> {one.after}{_DRY if one.is_dry_run else ''}"
-                if one.is_change
-                else str(one.after),
-                reason=one.reason,
+                at=one.time_s, text=one.sizes + (_DRY if one.is_change and one.is_dry_run else ""), reason=one.reason
             )
             for one in last
         )

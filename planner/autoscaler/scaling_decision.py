@@ -63,6 +63,11 @@ class ScalingDecision:
     def is_change(self) -> bool:
         return self.after != self.before
 
+    @property
+    def sizes(self) -> str:
+        """Sizes before and after a change, or the sizes that stay."""
+        return f"{self.before} -> {self.after}" if self.is_change else str(self.after)
+
     def as_dict(self) -> dict[str, Any]:
         tree: dict[str, Any] = msgspec.to_builtins(self)
         return tree
