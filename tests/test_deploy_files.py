@@ -17,11 +17,10 @@ from typing import Any
 import pytest
 import yaml
 
-from cluster.control.placement import Node, ResourceDemand, check_fit
-from cluster.launch.preflight import check_index, check_network
+from cluster.control.placement import Node
+from cluster.launch.preflight import check_index, check_network, check_nodes
 from cluster.launch.state import state_dir
 from core.spec.loader import load_spec
-from core.spec.schema import Spec
 from core.types.request import Role
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
@@ -39,10 +38,6 @@ def read(path: Path) -> dict[str, Any]:
     return tree
 
 
-def demands(spec: Spec) -> list[ResourceDemand]:
-    return [ResourceDemand(role, spec.pool(role), spec.pool(role).replicas) for role in Role]
-
-
 @pytest.mark.parametrize("path", TOPOLOGIES, ids=lambda path: path.stem)
 def test_topology_matches_its_name(path: Path) -> None:
     assert load_spec(str(path)).topology == path.stem.partition("-")[0]
@@ -50,7 +45,7 @@ def test_topology_matches_its_name(path: Path) -> None:
 
 @pytest.mark.parametrize("path", [p for p in TOPOLOGIES if "-" not in p.stem], ids=lambda path: path.stem)
 def test_a_plain_topology_fits_two_cores(path: Path) -> None:
-    check_fit(demands(load_spec(str(path))), [SMALL_MACHINE])
+    check_nodes(load_spec(str(path)), [SMALL_MACHINE])
 
 
 @pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)
@@ -84,13 +79,13 @@ def test_the_gpu_topology_fits_the_nodes_of_both_clusters() -> None:
         for name, kind in types.items()
         for i in range(kind.get("min_workers", 0))
     ]
-    check_fit(demands(spec), aws)
+    check_nodes(spec, aws)
     labels = [read(path) for path in sorted((DEPLOY / "ray" / "labels").glob("*.yaml"))]
     total = {"CPU": 64, "GPU": 8}
     hosts = [
         Node(id=str(i), name="", ip="", labels=label, total=total, available=total) for i, label in enumerate(labels)
     ]
-    check_fit(demands(spec), hosts)
+    check_nodes(spec, hosts)
 
 
 def strict(schema: Any) -> Any:

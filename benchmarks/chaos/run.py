@@ -13,7 +13,7 @@ from benchmarks.chaos.load import LoadGenerator
 from benchmarks.chaos.question import questions
 from benchmarks.chaos.site import Site, leaked_blocks
 from benchmarks.chaos.tally import FaultWindow, Tally
-from cluster.control.report import Pools
+from cluster.control.replica import Pools
 from core.types.errors import DeployError
 from core.wire.client_access import EndpointAccess
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.control.report import Pools
+from cluster.control.replica import Pools
 from cluster.launch import driver
 from cluster.launch.state import State
 from cluster.launch.status import DeploymentReport, read_status

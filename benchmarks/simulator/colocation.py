@@ -56,7 +56,7 @@ def main() -> None:
         os.environ["CLUSTER_STATE_DIR"] = directory
         for topology in _SHAPES:
             answers = _measure(topology, trace, options.chunk)
-            measured = [summary(answers, slo_ttft_s=ttft / 1e3, slo_itl_s=itl / 1e3) for ttft, itl in slos]
+            measured = [summary(answers, Slo.of_ms(ttft, itl)) for ttft, itl in slos]
             trial = _trial(topology, trace, options.chunk, options.profile)
             predicted = [simulate(*trial, Slo.of_ms(ttft, itl)) for ttft, itl in slos]
             for name, found in (("measured", measured), ("predicted", predicted)):

@@ -14,6 +14,7 @@ import numpy as np
 from cluster.bench.endpoints import Endpoint, ReportedUsage
 from core.trace.statistics import spread
 from core.trace.trace import TraceRequest
+from core.trace.traffic import Slo
 from core.types.errors import RequestFailed
 
 # Token ids below this exist in every model; 100^8 different blocks of eight tokens.
@@ -97,7 +98,7 @@ async def replay(
     return found
 
 
-def summary(answers: Sequence[Answered], *, slo_ttft_s: float | None, slo_itl_s: float | None) -> dict[str, Any]:
+def summary(answers: Sequence[Answered], slo: Slo) -> dict[str, Any]:
     """Return plain values with the fields of the simulator's report.
 
     Times are in milliseconds, rates per second from the first arrival to the last token.
@@ -111,10 +112,7 @@ def summary(answers: Sequence[Answered], *, slo_ttft_s: float | None, slo_itl_s:
     prompt_tokens = sum(answer.usage.prompt_tokens for answer in done if answer.usage)
     cached_tokens = sum(answer.usage.cached_tokens for answer in done if answer.usage)
     output_tokens = sum(answer.num_output for answer in done)
-    good = sum(
-        (slo_ttft_s is None or answer.ttft_s <= slo_ttft_s) and (slo_itl_s is None or answer.mean_itl_s <= slo_itl_s)
-        for answer in done
-    )
+    num_good = sum(slo.is_kept(answer.ttft_s, answer.mean_itl_s) for answer in done)
     return {
         "completed": len(done),
         "failed": len(answers) - len(done),
@@ -127,8 +125,8 @@ def summary(answers: Sequence[Answered], *, slo_ttft_s: float | None, slo_itl_s:
         "ttft_ms": spread([answer.ttft_s * 1e3 for answer in done]),
         "itl_ms": spread([seconds * 1e3 for seconds, _ in gaps], [count for _, count in gaps]),
         "e2e_ms": spread([answer.e2e_s * 1e3 for answer in done]),
-        "goodput_rps": good * per_s,
-        "good_share": good / max(1, len(answers)),
+        "goodput_rps": num_good * per_s,
+        "good_share": num_good / max(1, len(answers)),
     }
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 import typer
 
 from cluster.cli.batch_files import BatchRequest, open_output, parse_line, record, scan
-from cluster.cli.connection import access_to, find_state
+from cluster.cli.connection import open_access
 from cluster.cli.console import progress_bar
 from cluster.cli.options import ApiKeyOption, Name
 from core.types.errors import Interrupted, RequestFailed, SpecError
@@ -72,11 +72,10 @@ def batch(
     failures = output.with_name(output.name.removesuffix(".jsonl") + ".errors.jsonl") if output.name else output
     if any(path.exists() and file.exists() and path.samefile(file) for path in (output, failures)):
         raise SpecError(f"--output {output}: would overwrite {file}; name another file")
-    state = None if url else find_state(name)
+    state, access = open_access(name, url, api_key)
     urls = [one.rstrip("/").removesuffix("/v1") for one in (url or (state.http if state else "")).split(",")]
     if not all(one.startswith(("http://", "https://")) for one in urls):
         raise SpecError(f"--url {url}: write http://HOST:PORT or https://HOST:PORT")
-    access = access_to(state, api_key)
     try:
         with file.open("rb") as requests:
             answers, answered = open_output(output)

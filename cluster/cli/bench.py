@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cluster.cli.connection import access_to, ask, find_state, join_controller
+from cluster.cli.connection import learned_by, open_access
 from cluster.cli.console import columns, progress_bar
 from cluster.cli.options import ApiKeyOption, AsJson, Name, Scale, SloItl, SloTtft, Speedup
 from core.trace.trace import TraceRequest, read_trace
@@ -65,23 +65,17 @@ def bench(
         load = make_poisson(
             rate=poisson, num_requests=requests or 100, num_tokens=prompt_tokens, num_output=output_tokens, seed=seed
         )
-    state = None if endpoint else find_state(name)
+    state, access = open_access(name, endpoint, api_key)
     own = (state.http if http else state.grpc) if state else ""
     slo = Slo.of_ms(slo_ttft_ms, slo_itl_ms)
-    report = _measure(load, endpoint or own, access_to(state, api_key), seed=seed, timeout_s=timeout, slo=slo)
+    report = _measure(load, endpoint or own, access, seed=seed, timeout_s=timeout, slo=slo)
     report |= _predict(load, state, slo=slo)
     print(json.dumps(report, indent=1) if as_json else _table(report))
     raise typer.Exit(1 if report["failed"] else 0)
 
 
 def _measure(
-    load: Sequence[TraceRequest],
-    endpoint: str,
-    access: EndpointAccess,
-    *,
-    seed: int,
-    timeout_s: float,
-    slo: Slo,
+    load: Sequence[TraceRequest], endpoint: str, access: EndpointAccess, *, seed: int, timeout_s: float, slo: Slo
 ) -> dict[str, Any]:
     from cluster.bench.endpoints import open_endpoint
     from cluster.bench.replay import Answered, replay, summary
@@ -94,7 +88,7 @@ def _measure(
                     load, target, seed=seed, timeout_s=timeout_s, on_end=lambda answered: progress.advance(task)
                 )
 
-    return summary(asyncio.run(run()), slo_ttft_s=slo.ttft_s, slo_itl_s=slo.itl_s)
+    return summary(asyncio.run(run()), slo)
 
 
 def _predict(load: Sequence[TraceRequest], state: State | None, *, slo: Slo) -> dict[str, Any]:
@@ -105,13 +99,9 @@ def _predict(load: Sequence[TraceRequest], state: State | None, *, slo: Slo) -> 
     if state is None:
         return {"predicted": None, "no_prediction": "--endpoint gives no data about replicas; use --name"}
     try:
-        controller = join_controller(state)
-        from core.spec.schema import Spec
-        from core.trace.traffic import ReplicaReport
+        spec, replicas = learned_by(state)
         from planner.autoscaler.live import predict_load
 
-        spec = Spec.model_validate(ask(controller, "status")["spec"])
-        replicas = [ReplicaReport.of(tree) for tree in ask(controller, "autoscaling")["replicas"]]
         return {"predicted": predict_load(spec, replicas, load, slo)}
     except ClusterError as error:
         return {"predicted": None, "no_prediction": " ".join(str(error).split())}

@@ -22,6 +22,8 @@ from core.types.errors import ClusterError, DeployError, SpecError
 
 if TYPE_CHECKING:  # Ray must not be imported before local_ray.join()
     from cluster.launch.router_admin import AdminAnswer
+    from core.spec.schema import Spec
+    from core.trace.traffic import ReplicaReport
     from core.wire.client_access import EndpointAccess
 
 # Environment variable: address of a Ray to use instead of this user's deployments on this machine.
@@ -80,6 +82,22 @@ def join_controller(state: State) -> Any:
     if controller is None:
         raise DeployError(f"{state.name}: no controller on Ray at {state.ray_address}; run `cluster down`")
     return controller
+
+
+def learned_by(state: State) -> tuple[Spec, list[ReplicaReport]]:
+    """Return the current spec of a deployment, and its replicas with the rates that they have learned."""
+    controller = join_controller(state)
+    from core.spec.schema import Spec
+    from core.trace.traffic import ReplicaReport
+
+    spec = Spec.model_validate(ask(controller, "status")["spec"])
+    return spec, [ReplicaReport.of(tree) for tree in ask(controller, "autoscaling")["replicas"]]
+
+
+def open_access(name: str | None, endpoint: str | None, api_key: str | None) -> tuple[State | None, EndpointAccess]:
+    """Return the state of a deployment and the access to its endpoints; no state if an `endpoint` is given instead."""
+    state = None if endpoint else find_state(name)
+    return state, access_to(state, api_key)
 
 
 def access_to(state: State | None, api_key: str | None) -> EndpointAccess:

@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from rich.live import Live
     from rich.progress import Progress
 
-    from cluster.control.report import Pools, ReplicaReport
+    from cluster.control.replica import Pools, ReplicaReport
 
 _BAR_WIDTH = 20
 
 
 class ConsoleReporter:
-    """Reporter on the console. Implements cluster.control.report.Reporter."""
+    """Reporter on the console. Implements cluster.control.replica.Reporter."""
 
     def __init__(self, live: Live | None, *, is_new: bool) -> None:
         self._live = live
@@ -88,12 +88,18 @@ def progress_bar(*titles: str, is_transient: bool) -> Progress:
     return Progress(*titles, *parts, console=Console(stderr=True), disable=not is_terminal, transient=is_transient)
 
 
-def columns(rows: list[list[str]]) -> str:
-    """Format rows of equal length as aligned text. The first row is the heading."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+def columns(rows: list[list[str]], *, right: tuple[int, ...] = ()) -> str:
+    """Format rows of equal length as aligned text. The first row is the heading. right: columns aligned right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+
+    def line(row: list[str]) -> str:
+        cells = [
+            cell.rjust(width) if number in right else cell.ljust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        return "  ".join(cells).rstrip()
+
+    return "\n".join(map(line, rows))
 
 
 def _plain_line(replica: ReplicaReport) -> str:

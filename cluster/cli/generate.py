@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cluster.cli.connection import access_to, find_state
+from cluster.cli.connection import open_access
 from cluster.cli.options import ApiKeyOption, Name
 from core.types.errors import RequestFailed, SpecError
 
@@ -70,8 +70,8 @@ def generate(
         request.chat.CopyFrom(pb.Chat(messages=[*_system(system), pb.ChatMessage(role="user", content=text)]))
     else:
         request.prompt = text
-    state = None if endpoint else find_state(name)
-    with InferenceClient(endpoint or (state.grpc if state else ""), access_to(state, api_key)) as client:
+    state, access = open_access(name, endpoint, api_key)
+    with InferenceClient(endpoint or (state.grpc if state else ""), access) as client:
         answer = _stream(client, request, timeout_s=timeout, is_shown=not as_json)
     if as_json:
         print(json.dumps(answer, ensure_ascii=False))
@@ -98,8 +98,8 @@ def chat(
     sampling = pb.SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
     messages = _system(system)
     is_terminal = sys.stdin.isatty()
-    state = None if endpoint else find_state(name)
-    with InferenceClient(endpoint or (state.grpc if state else ""), access_to(state, api_key)) as client:
+    state, access = open_access(name, endpoint, api_key)
+    with InferenceClient(endpoint or (state.grpc if state else ""), access) as client:
         while (line := _read_line("> " if is_terminal else "")) is not None and line.strip() != "/quit":
             if line.strip() == "/new":
                 messages = _system(system)

@@ -13,8 +13,7 @@ import typer
 from cluster.cli.connection import ask, find_state, join_controller
 from cluster.cli.console import reporter
 from cluster.cli.options import Name, WaitForNodes
-from cluster.control.replica import number_of
-from cluster.control.report import ControllerReport, Pools
+from cluster.control.replica import ControllerReport, Pools, number_of
 from core.process.log import LogPart
 from core.types.errors import SpecError
 
@@ -120,7 +119,7 @@ class _Change:
     def switched(self) -> dict[str, str]:
         """Role switches since the change: old id to new id."""
         replicas = [replica for pool in self.pools.values() for replica in pool["replicas"]]
-        return {was: replica["id"] for replica in replicas if (was := replica.get("was", "")) in self.known}
+        return {was: replica["id"] for replica in replicas if (was := replica["was"]) in self.known}
 
 
 def _change(

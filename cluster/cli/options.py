@@ -33,6 +33,18 @@ Scale = Annotated[str, typer.Option("--scale-tokens", metavar="SHARE", help="Fac
 MaxRequests = Annotated[int | None, typer.Option(min=1, help="Maximum number of requests.")]
 SloTtft = Annotated[float | None, typer.Option("--slo-ttft-ms", help="TTFT limit for goodput.")]
 SloItl = Annotated[float | None, typer.Option("--slo-itl-ms", help="Mean ITL limit for goodput.")]
+Drafts = Annotated[
+    str | None,
+    typer.Option(
+        "--drafts",
+        metavar="SHARES",
+        help="Acceptance rate of each draft position, given that those before it are accepted, "
+        "such as 0.8,0.7,0.6 or 0.75x8; off: no drafts. Default: as in the profile.",
+    ),
+]
+DraftPass = Annotated[
+    float, typer.Option("--draft-pass-ms", min=0, help="With --drafts: time to draft one position, for all rows.")
+]
 
 # A model without a deployment. The defaults are those of the spec, whose import would delay every command by a third of
 # a second.

@@ -14,7 +14,7 @@ from cluster.cli.options import AsJson, Name
 from core.types.errors import DeployError, NotDeployed
 
 if TYPE_CHECKING:  # Ray must not be imported before local_ray.join()
-    from cluster.control.report import RevisionReport
+    from cluster.control.replica import RevisionReport
     from cluster.launch.state import State
     from cluster.launch.status import DeploymentReport
 

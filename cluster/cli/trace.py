@@ -39,24 +39,15 @@ def picture(id: str, life: dict[str, Any]) -> list[str]:
     head = f"request {id}: {life['outcome']} after {1e3 * total_s:.1f} ms"
     head += f", first token after {1e3 * first_s:.1f} ms" if first_s else ""
     lines = [head + (f", trace {trace_id}" if trace_id else "")]
-    rows = [[span.state.value, span.replica or "router", *_numbers(span)] for span in spans]
-    widths = [max(len(row[i]) for row in [["STATE", "WHERE", "AT ms", "FOR ms"], *rows]) for i in range(4)]
-    lines.append(_row(["STATE", "WHERE", "AT ms", "FOR ms"], widths))
-    for span, row in zip(spans, rows, strict=True):
-        lines.append(f"{_row(row, widths)}  |{_bar(span, path, total_s)}|")
+    rows = [["STATE", "WHERE", "AT ms", "FOR ms", ""]]
+    for span in spans:
+        numbers = [f"{1e3 * span.start_s:.1f}", f"{1e3 * (span.end_s - span.start_s):.1f}"]
+        rows.append([span.state.value, span.replica or "router", *numbers, f"|{_bar(span, path, total_s)}|"])
+    lines += columns(rows, right=(2, 3)).splitlines()
     shown = [_share(span, total_s) for span in path if span.end_s - span.start_s >= _SHOWN * total_s]
     lines.append("critical path: " + (" > ".join(shown) or "nothing yet"))
     lines += [f"retried elsewhere: {trouble}" for trouble in life["troubles"]]
     return lines
-
-
-def _numbers(span: Span) -> list[str]:
-    return [f"{1e3 * span.start_s:.1f}", f"{1e3 * (span.end_s - span.start_s):.1f}"]
-
-
-def _row(cells: list[str], widths: list[int]) -> str:
-    left = [cell.ljust(width) for cell, width in zip(cells[:2], widths[:2], strict=True)]
-    return "  ".join([*left, *(cell.rjust(width) for cell, width in zip(cells[2:], widths[2:], strict=True))])
 
 
 def _bar(span: Span, path: list[Span], total_s: float) -> str:

@@ -15,7 +15,7 @@ from cluster.cli.options import Name, WaitForNodes
 from core.types.errors import DeployError, SpecError
 
 if TYPE_CHECKING:
-    from cluster.control.report import ControllerReport, Reporter
+    from cluster.control.replica import ControllerReport, Reporter
     from cluster.rollout.spec_diff import SpecChange
     from core.spec.schema import Spec
 

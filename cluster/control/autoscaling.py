@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections import deque
@@ -11,6 +10,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypedDict
 
+import msgspec
 from ray.exceptions import RayError
 
 from cluster.control.desired_state import Desired
@@ -21,13 +21,12 @@ from cluster.ray import store
 from cluster.ray.store import namespace
 from core.trace.traffic import ShownDecision
 from core.types.errors import ClusterError
-from core.types.json_records import known_fields
 from core.types.request import Role
 from core.types.role_switch import hindrance
-from planner.autoscaler.decide import AutoscaleState, Trust
+from planner.autoscaler.decide import AutoscaleState
 from planner.autoscaler.observation import ChangePrice, LiveObservation
 from planner.autoscaler.pool_sizes import PoolSizes
-from planner.autoscaler.scaling_decision import Prediction, ScalingDecision
+from planner.autoscaler.scaling_decision import ScalingDecision
 
 logger = logging.getLogger(__name__)
 
@@ -130,11 +129,7 @@ class Autoscaling:
         last = list(self._decisions)[: -_SHOWN - 1 : -1]
         return tuple(
             ShownDecision(
-                at=one.time_s,
-                text=f"{one.before} -> {one.after}{_DRY if one.is_dry_run else ''}"
-                if one.is_change
-                else str(one.after),
-                reason=one.reason,
+                at=one.time_s, text=one.sizes + (_DRY if one.is_change and one.is_dry_run else ""), reason=one.reason
             )
             for one in last
         )
@@ -234,23 +229,14 @@ class Autoscaling:
 
 def save_history(name: str, state: AutoscaleState, decisions: Iterable[ScalingDecision]) -> None:
     """Store the state and the last 50 decisions. Raises DeployError."""
-    last = [decision.as_dict() for decision in [*decisions][-_STORED:]]
-    store.put(namespace(name), _ENTRY, json.dumps({"state": asdict(state), "decisions": last}))
+    history = ScalingHistory(state, [*decisions][-_STORED:])
+    store.put(namespace(name), _ENTRY, msgspec.json.encode(history).decode())
 
 
 def load_history(name: str) -> ScalingHistory | None:
     """Return the stored history, or None if there is none. Raises DeployError."""
-    if not (text := store.get(namespace(name), _ENTRY)):
-        return None
-    tree: dict[str, Any] = json.loads(text)
-    state = tree["state"]
-    read = {
-        "expected": Prediction.of(state["expected"]) if state["expected"] else None,
-        "calm_sizes": PoolSizes(*state["calm_sizes"]) if state["calm_sizes"] else None,
-        "trust": Trust(**known_fields(Trust, state["trust"])),
-    }
-    decisions = [ScalingDecision.of(one) for one in tree["decisions"]]
-    return ScalingHistory(AutoscaleState(**{**known_fields(AutoscaleState, state), **read}), decisions)
+    text = store.get(namespace(name), _ENTRY)
+    return msgspec.json.decode(text, type=ScalingHistory) if text else None
 
 
 def _mean(seconds: list[float], usual: float) -> float:

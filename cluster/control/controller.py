@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import functools
 import logging
-from dataclasses import replace
+import time
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,12 +20,11 @@ from cluster.control.desired_state import Desired, Parts
 from cluster.control.gang import find_replicas, remove_leftovers
 from cluster.control.key_registry import KeyKeeper
 from cluster.control.placement import check_room
-from cluster.control.pool import ReplicaPool, pool_of
-from cluster.control.replica import replica_id, role_of
+from cluster.control.pool import ReplicaPool, life_of, pool_of
+from cluster.control.replica import ControllerReport, replica_id
 from cluster.control.replica_lifecycle import adopt_all
-from cluster.control.report import ControllerReport
 from cluster.control.role_switches import RoleSwitches
-from cluster.control.traffic import CaptureReport, CurrentCapture, TrafficLog, remove_stale_capture
+from cluster.control.traffic import CaptureReport, TrafficCapture, TrafficLog, capture_file, ignore
 from cluster.ray import store
 from cluster.ray.node_logs import RouterLogs, read_rank
 from cluster.ray.store import CONTROLLER, namespace
@@ -71,12 +70,13 @@ class Controller:
         self._pools = {role: ReplicaPool(role, make=makes[role], changed=self._changed.set) for role in Role}
         if stored:
             self._take_charge(stored)
-            remove_stale_capture(stored.launch.log_dir)
+            capture_file(stored.launch.log_dir).unlink(missing_ok=True)
         self._switches = RoleSwitches(self._pools)
         self._has_adopted = asyncio.Event()
         self._router_logs = RouterLogs()
         self._traffic = TrafficLog()
-        self._capture = CurrentCapture(self._traffic)
+        # A restart of the controller ends it.
+        self._capture: TrafficCapture | None = None
         self._autoscaling = Autoscaling(
             name,
             self._pools,
@@ -88,19 +88,15 @@ class Controller:
         self._deciding = asyncio.create_task(self._autoscaling.run_forever())
 
     async def apply(self, launch: Launch, *, parts: Parts) -> None:
-        """Make the launch's spec the desired state. Changes to pools apply to replicas that start from now on."""
+        """Begin with this desired state. Idempotent: Ray repeats a call whose answer was lost."""
         if self._desired is None:
             _prepare_authority(launch.spec)
             self._take_charge(Desired(launch=launch, parts=parts))
-        else:
-            _check_same_model(self._desired.spec, launch.spec)
-            self._desired = replace(self._desired, launch=replace(self._desired.launch, spec=launch.spec))
-        self._desire_changed()
+            self._desire_changed()
 
     async def status(self) -> ControllerReport:
         """Return the state of all pools. After a restart, waits until running replicas have been adopted."""
-        await self._has_adopted.wait()
-        desired = self._known
+        desired = await self._adopted()
         pools = {role.value: self._pools[role].report(desired.spec.pool(role).replicas) for role in Role}
         spec = desired.spec.model_dump(mode="json")
         return {"spec": spec, "pools": pools, "revision": self._updates.report(desired)}
@@ -112,8 +108,7 @@ class Controller:
         allows it (core.types.role_switch); `status` then reports their earlier id as `was`. Raises SpecError during an
         update, and DeployError if the nodes lack room and `wait_for_nodes` is False; nothing has changed then.
         """
-        await self._has_adopted.wait()
-        desired = self._known
+        desired = await self._adopted()
         self._updates.check_none(desired)
         new_sizes = {Role(role): number for role, number in replicas.items()}
         if any(not 0 <= number <= MAX_REPLICAS for number in new_sizes.values()):
@@ -124,10 +119,10 @@ class Controller:
         if not wait_for_nodes:
             more = {role: number - before[role] for role, number in new_sizes.items()}
             more = {role: number - len(switching) if number > 0 else number for role, number in more.items()}
-            is_draining = any(pool.num_draining for pool in self._pools.values())
+            is_draining = any(pool.has_draining for pool in self._pools.values())
             check_room(desired.spec, more, is_draining=is_draining)
-        for replica in switching:
-            self._switches.begin(desired, replica)
+        for life in switching:
+            self._switches.begin(desired, life)
         for role, number in new_sizes.items():
             desired.scale(role, number)
             self._pools[role].retry()
@@ -140,10 +135,10 @@ class Controller:
         seen: the spec that the operator edited; scaling done since then is kept. Raises SpecError, and DeployError if
         there is no room; nothing has changed then.
         """
-        await self._has_adopted.wait()
-        self._updates.begin(self._known, parse_spec(spec), options, seen=parse_spec(seen) if seen else None)
+        desired = await self._adopted()
+        self._updates.begin(desired, parse_spec(spec), options, seen=parse_spec(seen) if seen else None)
         self._changed.set()
-        return self._known.update is not None
+        return desired.update is not None
 
     async def abort_update(self) -> int:
         """Roll back the running update. Return the revision that is being restored. Raises SpecError."""
@@ -153,13 +148,12 @@ class Controller:
 
     async def revisions(self) -> str:
         """Return the revision table that routers read from Redis, for a router that starts."""
-        await self._has_adopted.wait()
-        return self._updates.tell(self._known).to_json()
+        return self._updates.tell(await self._adopted()).to_json()
 
     async def members(self) -> list[bytes]:
         """Return the signed records of all serving replicas, for routers that do not find them in Redis."""
         await self._has_adopted.wait()
-        return [member for pools in self._pools.values() for member in pools.records]
+        return [life.member for pool in self._pools.values() for life in pool.lives if life.member]
 
     async def switch(self, replica: str) -> str:
         """Turn a serving replica into one of the other pool, with its processes, weights and cached blocks.
@@ -168,20 +162,18 @@ class Controller:
         `drain`. If it is lost or not drained within timeouts.drain_s, a new replica starts under the new id. Idempotent
         while the switch runs. Raises SpecError, and changes nothing, if the replica cannot switch.
         """
-        await self._has_adopted.wait()
-        pool_of(replica, self._pools)
-        self._updates.check_none(self._known)
-        successor = self._switches.ask(self._known, replica)
+        desired = await self._adopted()
+        life = life_of(replica, self._pools)
+        self._updates.check_none(desired)
+        successor = self._switches.ask(desired, life)
         self._desire_changed()
         return successor
 
     async def drain(self, replica: str) -> None:
         """Let one replica finish or hand over its work and leave; one with a new id replaces it. Raises SpecError."""
         await self._has_adopted.wait()
-        pool = pool_of(replica, self._pools)
-        if pool.get(replica) is None:
-            raise SpecError(f"{replica} has left already")
-        pool.retire(replica)
+        life = life_of(replica, self._pools)
+        self._pools[life.view.role].retire(replica)
         self._changed.set()
 
     async def logs(self, replica: str, *, lines: int = 50, starts: dict[int, int] | None = None) -> dict[int, LogPart]:
@@ -191,17 +183,17 @@ class Controller:
 
         "controller" means this process; "router" means all routers in start order, including ended ones.
         """
+        log_dir, starts = self._known.launch.log_dir, starts or {}
         if replica == CONTROLLER:
-            return {0: read_log(_own_log(self._known.launch.log_dir), lines=lines, start=(starts or {}).get(0))}
+            return {0: read_log(_own_log(log_dir), lines=lines, start=starts.get(0))}
         if replica == _ROUTER:
-            return await self._router_logs.read(self._known.launch.log_dir, lines=lines, starts=starts or {})
+            return await self._router_logs.read(log_dir, lines=lines, starts=starts)
         await self._has_adopted.wait()
         home = pool_of(replica, self._pools).home(replica)
         if home is None:
             raise DeployError(f"{replica} has no log yet: it has not been placed on a node")
-        life, log_dir = self._pools[role_of(replica)].get(replica), self._known.launch.log_dir
         return {
-            rank: await read_rank(life, log_dir, replica, rank, home, lines=lines, start=(starts or {}).get(rank))
+            rank: await read_rank(home.node_id, log_dir, replica, rank, lines=lines, start=starts.get(rank))
             for rank in range(home.num_ranks)
         }
 
@@ -238,19 +230,28 @@ class Controller:
 
     async def start_capture(self, *, max_bytes: int) -> None:
         """Start capturing traffic to a file on the head. Raises SpecError if a capture is running."""
-        self._capture.start(self._known.launch.log_dir, max_bytes=max_bytes)
+        if self._capture:
+            raise SpecError("a capture is under way; end it by `cluster capture stop -o FILE`")
+        file = capture_file(self._known.launch.log_dir)
+        self._capture = TrafficCapture(file, begin_s=time.monotonic(), max_bytes=max_bytes)
+        self._traffic.ended = self._capture.note
 
     async def capture(self) -> CaptureReport | None:
         """Return the state of the running capture, or None."""
-        return self._capture.report()
+        return self._capture.report(time.monotonic()) if self._capture else None
 
     async def read_capture(self, begin: int, num_bytes: int) -> bytes:
         """Return part of the running capture's file. Raises SpecError if no capture is running."""
+        if self._capture is None:
+            raise SpecError("no capture is under way; begin one by `cluster capture start`")
         return self._capture.read(begin, num_bytes)
 
     async def stop_capture(self) -> None:
         """Stop the capture and delete its file on the head."""
-        self._capture.stop()
+        if self._capture:
+            self._traffic.ended = ignore
+            self._capture.remove()
+            self._capture = None
 
     async def set_autoscale(self, rules: AutoscaleSpec | None) -> None:
         """Use these rules from the next decision on. None turns autoscaling off."""
@@ -265,7 +266,7 @@ class Controller:
         """Remove every replica at once, and delete the deployment's state."""
         self._reconciling.cancel()
         self._deciding.cancel()
-        self._capture.stop()
+        await self.stop_capture()
         await asyncio.gather(*(pool.stop() for pool in self._pools.values()))
         if self._keys:
             await self._keys.close()
@@ -315,6 +316,11 @@ class Controller:
             self._known.made[replica] = make
         desired_store.save(self._known)
         return replica
+
+    async def _adopted(self) -> Desired:
+        """Return the desired state once running replicas have been adopted. Raises DeployError if there is none."""
+        await self._has_adopted.wait()
+        return self._known
 
     def _take_charge(self, desired: Desired) -> None:
         """Begin to work for a deployment."""
@@ -373,13 +379,6 @@ def _authority_of(spec: Spec) -> Authority:
     if stored := store.get(namespace(spec.name), _AUTHORITY):
         return Authority.from_json(stored)
     raise DeployError(f"{spec.name} has no certificate authority (security.tls: {spec.security.tls})")
-
-
-def _check_same_model(old: Spec, new: Spec) -> None:
-    """Raise SpecError if a setting differs that all running replicas must agree on."""
-    for section in ("name", "model", "kv", "index", "security"):
-        if getattr(old, section) != getattr(new, section):
-            raise SpecError(f"{section}: cannot change while deployed; take {old.name} down first")
 
 
 def _own_log(log_dir: str) -> Path:

@@ -6,6 +6,8 @@ import json
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+import msgspec
+
 from cluster.ray import store
 from cluster.ray.store import namespace
 from cluster.rollout.update import Update
@@ -66,9 +68,9 @@ class Desired:
 
     def as_made(self, replica: str, role: Role) -> Desired:
         """Return the desired state with the spec that this replica was started from."""
-        update = self.update
-        is_new = update is not None and self.make_of(replica, role) == update.revision
-        return self.of(update.spec) if update is not None and is_new else self
+        if self.update and self.make_of(replica, role) == self.update.revision:
+            return self.of(self.update.spec)
+        return self
 
     def scale(self, role: Role, replicas: int) -> None:
         pool = self.spec.pool(role).model_copy(update={"replicas": replicas})
@@ -109,16 +111,12 @@ class Desired:
         )
         read: dict[str, Any] = {
             "launch": launch,
-            "parts": Parts(**known_fields(Parts, tree["parts"])),
-            "next_number": _by_role(tree["next_number"]),
-            "makes": _by_role(tree["makes"]),
+            "parts": msgspec.convert(tree["parts"], Parts),
+            "next_number": msgspec.convert(tree["next_number"], dict[Role, int]),
+            "makes": msgspec.convert(tree["makes"], dict[Role, int]),
             "update": Update.from_tree(tree["update"]) if tree["update"] else None,
         }
         return cls(**known_fields(cls, tree) | read)
-
-
-def _by_role(numbers: dict[str, int]) -> dict[Role, int]:
-    return {Role(role): number for role, number in numbers.items()}
 
 
 def save(desired: Desired) -> None:

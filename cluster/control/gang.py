@@ -68,7 +68,7 @@ class Gang:
         # None until placed.
         self.home: Home | None = None
         # Id of its first replica. Ray's names keep it after a role switch.
-        self._replica = replica
+        self.name = replica
         self._desired = desired
         self._role = role_of(replica)
         self._pool = desired.spec.pool(self._role)
@@ -103,7 +103,7 @@ class Gang:
         group: PlacementGroup = placement_group(
             [bundle(self._pool)] * size,
             strategy="STRICT_PACK",
-            name=_group_name(self._replica, self._desired.spec.name),
+            name=_group_name(self.name, self._desired.spec.name),
             lifetime="detached",
             bundle_label_selector=[labels] * size,
         )
@@ -116,7 +116,7 @@ class Gang:
         make = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(RankActor)  # type: ignore[call-overload]
         for rank in range(self._pool.tensor_parallel):
             actor = make.options(
-                name=rank_name(self._replica, rank),
+                name=rank_name(self.name, rank),
                 namespace=namespace(spec.name),
                 lifetime="detached",
                 max_restarts=0,
@@ -127,7 +127,7 @@ class Gang:
             ).remote(
                 self._desired.parts.rank(self._role),
                 self._desired.launch,
-                ProcessName.of_rank(spec.name, self._replica, rank),
+                ProcessName.of_rank(spec.name, self.name, rank),
             )
             self._ranks.append(actor)
 
@@ -135,8 +135,8 @@ class Gang:
         """Find the running actors and placement group, in place of place() and spawn(). Raises ReplicaFailed."""
         name = self._desired.spec.name
         try:
-            self._group = get_placement_group(_group_name(self._replica, name))
-            names = [rank_name(self._replica, rank) for rank in range(self._pool.tensor_parallel)]
+            self._group = get_placement_group(_group_name(self.name, name))
+            names = [rank_name(self.name, rank) for rank in range(self._pool.tensor_parallel)]
             self._ranks = [ray.get_actor(each, namespace=namespace(name)) for each in names]
         except ValueError as error:
             raise ReplicaFailed(f"incomplete: {error}") from None
@@ -153,11 +153,6 @@ class Gang:
     async def ask_all(self, method: str, *args: Any, within_s: float | None = _ANSWER_S) -> list[Any]:
         """Call a method of every rank at once. Raises on the first failure, without waiting for the others."""
         return await _together(self.ask(rank, method, *args, within_s=within_s) for rank in range(len(self._ranks)))
-
-    @property
-    def name(self) -> str:
-        """Gang id in Ray's names: the id of its first replica."""
-        return self._replica
 
     async def present_id(self) -> str:
         """Return the replica id that its ranks report. Raises ReplicaFailed if they disagree."""

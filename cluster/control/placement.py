@@ -35,54 +35,47 @@ class Node:
         return _HEAD in self.total
 
 
-@dataclass(frozen=True)
-class ResourceDemand:
-    """Replicas of one pool that still need room."""
-
-    role: Role
-    pool: PoolSpec
-    count: int
-
-
 def bundle(pool: PoolSpec) -> dict[str, float]:
     """Return the Ray resources of one rank."""
     amounts = {"CPU": pool.resources.cpus, "GPU": pool.resources.gpus, **pool.resources.custom}
     return {name: amount for name, amount in amounts.items() if amount > 0}
 
 
-def check_fit(demands: Iterable[ResourceDemand], nodes: Sequence[Node]) -> None:
-    """Raise DeployError with one line if the demanded replicas do not fit into the available resources of `nodes`.
+def pools_of(spec: Spec) -> dict[Role, PoolSpec]:
+    return {role: spec.pool(role) for role in Role}
+
+
+def check_fit(nodes: Sequence[Node], pools: Mapping[Role, PoolSpec], counts: Mapping[Role, int]) -> None:
+    """Raise DeployError with one line if `counts` replicas of the pools do not fit into what is available on `nodes`.
 
     A replica's ranks share one node. Pools with the fewest candidate nodes are placed first, each replica on the node
     with the most room left. The search is greedy: a set of pools that fits only in an unusual arrangement may be
     rejected.
     """
     left = {node.id: dict(node.available) for node in nodes}
-    demands = [demand for demand in demands if demand.count]
-    for demand in sorted(demands, key=lambda d: len(_candidates(d.pool, nodes))):
-        candidates = _candidates(demand.pool, nodes)
-        if problem := _never_fits(demand.pool, nodes, candidates):
-            raise DeployError(f"{demand.role}: {problem}")
-        need = _gang(demand.pool)
-        for placed in range(demand.count):
-            best = max(candidates, key=lambda node: _times(need, left[node.id]))
+    candidates = {role: _candidates(pools[role], nodes) for role, count in counts.items() if count}
+    for role in sorted(candidates, key=lambda role: len(candidates[role])):
+        if problem := _never_fits(pools[role], nodes):
+            raise DeployError(f"{role}: {problem}")
+        need = _gang(pools[role])
+        for placed in range(counts[role]):
+            best = max(candidates[role], key=lambda node: _times(need, left[node.id]))
             if _times(need, left[best.id]) < 1:
-                raise DeployError(f"{demand.role}: room for {placed} of {demand.count} replicas; {_each_needs(need)}")
+                raise DeployError(f"{role}: room for {placed} of {counts[role]} replicas; {_each_needs(need)}")
             _take(need, left[best.id])
 
 
 def fits_when_empty(pool: PoolSpec, node: Node) -> bool:
     """Return whether `node` could run a replica of `pool` if nothing else ran there."""
-    return not _never_fits(pool, [node], _candidates(pool, [node]))
+    return not _never_fits(pool, [node])
 
 
 def why_pending(pool: PoolSpec, nodes: Sequence[Node]) -> str:
     """Return why one more replica of `pool` cannot be placed; empty if it can."""
-    candidates = _candidates(pool, nodes)
-    if problem := _never_fits(pool, nodes, candidates):
+    if problem := _never_fits(pool, nodes):
         return problem
     need = _gang(pool)
-    if any(_times(need, node.available) >= 1 for node in candidates):
+    if any(_times(need, node.available) >= 1 for node in _candidates(pool, nodes)):
         return ""
     return f"no room at present; {_each_needs(need)}"
 
@@ -158,7 +151,7 @@ def check_room(spec: Spec, more: Mapping[Role, int], *, is_draining: bool) -> No
     if min(more.values(), default=0) < 0 or is_draining:
         # Room is being freed, on nodes that are not known yet: count all of it.
         nodes = [replace(node, available=node.total) for node in nodes]
-    check_fit([ResourceDemand(role, spec.pool(role), max(number, 0)) for role, number in more.items()], nodes)
+    check_fit(nodes, pools_of(spec), {role: max(number, 0) for role, number in more.items()})
 
 
 def share_out(
@@ -192,7 +185,7 @@ def run_on(node_id: str, function: Callable[..., Any], *args: Any, **kwargs: Any
 
 def _fits(nodes: Sequence[Node], pools: Mapping[Role, PoolSpec], counts: Mapping[Role, int]) -> bool:
     try:
-        check_fit([ResourceDemand(role, pools[role], count) for role, count in counts.items()], nodes)
+        check_fit(nodes, pools, counts)
     except DeployError:
         return False
     return True
@@ -202,8 +195,9 @@ def _candidates(pool: PoolSpec, nodes: Iterable[Node]) -> list[Node]:
     return [node for node in nodes if matches(node.labels, pool.labels)]
 
 
-def _never_fits(pool: PoolSpec, nodes: Sequence[Node], candidates: Sequence[Node]) -> str:
+def _never_fits(pool: PoolSpec, nodes: Sequence[Node]) -> str:
     """Return why no node could take a replica even if it were empty; empty if one could."""
+    candidates = _candidates(pool, nodes)
     if not candidates:
         seen = sorted({f"{key}={value}" for node in nodes for key, value in node.labels.items() if key in pool.labels})
         return f"no node has the labels {_pairs(pool.labels)}; nodes have {', '.join(seen) or 'none of these keys'}"

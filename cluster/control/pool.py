@@ -7,62 +7,19 @@ import logging
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from cluster.control.desired_state import Desired
 from cluster.control.gang import Home
-from cluster.control.pool_plan import STABLE_S, Backoff, plan_pool
-from cluster.control.replica import ReplicaState, ReplicaStatus
+from cluster.control.pool_plan import StartHistory, plan_pool
+from cluster.control.replica import PoolReport, ReplicaState, ReplicaStatus
 from cluster.control.replica_lifecycle import ReplicaLifecycle
-from cluster.control.report import FailureReport, PoolReport, ReplicaReport
 from core.types.errors import ReplicaFailed, SpecError
 from core.types.request import Role
 
 logger = logging.getLogger(__name__)
 
-_KEPT_FAILURES = 5
 _KEPT_TIMES = 10
-
-
-@dataclass
-class Member:
-    """Replica in a pool."""
-
-    life: ReplicaLifecycle
-    make: int  # revision that it was started from
-    started_at: float
-    # Time at which it was asked to drain.
-    left_at: float | None = None
-    task: asyncio.Task[None] | None = None
-
-    @property
-    def stays(self) -> bool:
-        return self.life.view.state is not ReplicaState.DRAINING
-
-    @property
-    def start_s(self) -> float | None:
-        """Seconds until it served; None if it does not serve yet or was adopted."""
-        since = self.life.serving_since
-        return since - self.started_at if since is not None and not self.life.is_adopted else None
-
-    def is_stable(self, now: float) -> bool:
-        since = self.life.serving_since
-        return since is not None and now - since >= STABLE_S
-
-
-@dataclass
-class StartRecord:
-    """Failed starts of one revision's replicas."""
-
-    backoff: Backoff = field(default_factory=Backoff)
-    failures: deque[FailureReport] = field(default_factory=lambda: deque(maxlen=_KEPT_FAILURES))
-    # Failed starts by node name, since the last reset.
-    by_node: Counter[str] = field(default_factory=Counter)
-
-    def reset(self) -> None:
-        """Allow starts at once: an operator changed something, or all replicas are stable."""
-        self.backoff.reset()
-        self.by_node.clear()
 
 
 @dataclass(frozen=True)
@@ -84,9 +41,10 @@ class ReplicaPool:
         """make: revision of the replicas while there is only one revision."""
         self.role = role
         self._changed = changed
-        self._members: dict[str, Member] = {}
-        # By revision. Records stay after their replicas have left.
-        self._starts: defaultdict[int, StartRecord] = defaultdict(StartRecord)
+        self._lives: dict[str, ReplicaLifecycle] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        # By revision. They stay after their replicas have left.
+        self._starts: defaultdict[int, StartHistory] = defaultdict(StartHistory)
         # Newest revision that has a goal.
         self._newest = make
         self._past_homes: dict[str, Home] = {}
@@ -99,19 +57,18 @@ class ReplicaPool:
         Replicas of revisions without a goal leave. Never blocks. new_id: returns the id for a new replica of the given
         revision.
         """
-        for member in self.members:
-            if member.make not in goals:
-                self.retire(member.life.view.id)
+        for life in self.lives:
+            if life.view.revision not in goals:
+                self.retire(life.view.id)
         self._newest = max(goals, default=self._newest)
         now = time.monotonic()
         for make, goal in goals.items():
-            members, starts = self.members_of(make), self.starts(make)
-            num_stable = sum(member.is_stable(now) for member in members if member.stays)
+            lives, starts = self.lives_of(make), self.starts(make)
+            num_stable = sum(life.is_stable(now) for life in lives if not life.is_leaving)
             # Count a success only if no replica is missing.
-            if members and num_stable >= goal.count:
+            if lives and num_stable >= goal.count:
                 starts.reset()
-            views = [member.life.view for member in members]
-            plan = plan_pool(goal.count, views, can_start=starts.backoff.allows(now))
+            plan = plan_pool(goal.count, [life.view for life in lives], can_start=starts.allows(now))
             for replica in plan.retire:
                 self.retire(replica)
             for _ in range(plan.start):
@@ -119,22 +76,22 @@ class ReplicaPool:
 
     def add(self, life: ReplicaLifecycle, make: int | None = None) -> None:
         """Add a new or an adopted replica and run it. make: its revision; None: the newest."""
-        member = Member(life, self._newest if make is None else make, time.monotonic())
-        self._members[life.view.id] = member
-        member.task = asyncio.create_task(self._live(member))
+        life.view.revision = self._newest if make is None else make
+        self._lives[life.view.id] = life
+        self._tasks[life.view.id] = asyncio.create_task(self._live(life))
 
     def retire(self, replica: str, *, successor: ReplicaLifecycle | None = None) -> None:
         """Drain a serving replica, or remove any other at once.
 
         successor: the replica that takes over its processes.
         """
-        member = self._members[replica]
-        if not member.stays and successor is None:
+        life = self._lives[replica]
+        if life.is_leaving and successor is None:
             return
-        member.life.leave(successor)
-        member.left_at = time.monotonic()
-        if member.life.serving_since is None and member.task is not None:
-            member.task.cancel()
+        life.leave(successor)
+        life.left_at = time.monotonic()
+        if life.serving_since is None:
+            self._tasks[replica].cancel()
 
     def retry(self) -> None:
         """Reset the start backoff."""
@@ -143,120 +100,116 @@ class ReplicaPool:
 
     async def stop(self) -> None:
         """Remove every replica at once, without draining."""
-        tasks = [member.task for member in self.members if member.task is not None]
+        tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def get(self, replica: str) -> ReplicaLifecycle | None:
-        member = self._members.get(replica)
-        return member.life if member else None
+        return self._lives.get(replica)
 
     def home(self, replica: str) -> Home | None:
         """Return where a replica's logs are, also after it has left."""
         life = self.get(replica)
         return life.home if life else self._past_homes.get(replica)
 
-    def members_of(self, make: int) -> list[Member]:
+    def lives_of(self, make: int) -> list[ReplicaLifecycle]:
         """Return the replicas of one revision."""
-        return [member for member in self.members if member.make == make]
+        return [life for life in self.lives if life.view.revision == make]
 
-    def starts(self, make: int) -> StartRecord:
-        """Return the failed starts of one revision."""
+    def starts(self, make: int) -> StartHistory:
+        """Return the failures of one revision's replicas."""
         return self._starts[make]
 
     @property
-    def members(self) -> list[Member]:
-        return list(self._members.values())
+    def lives(self) -> list[ReplicaLifecycle]:
+        return list(self._lives.values())
 
     @property
     def ids(self) -> list[str]:
-        return list(self._members)
+        return list(self._lives)
 
     @property
     def views(self) -> list[ReplicaStatus]:
-        return [member.life.view for member in self.members]
+        return [life.view for life in self.lives]
 
     @property
-    def records(self) -> list[bytes]:
-        """Signed records of the replicas that serve."""
-        return [member.life.member for member in self.members if member.life.member]
-
-    @property
-    def num_draining(self) -> int:
-        return sum(not member.stays for member in self.members)
+    def has_draining(self) -> bool:
+        return any(life.is_leaving for life in self.lives)
 
     def is_changing(self, desired: int) -> bool:
         """Return whether replicas are starting or leaving. False once a pool has given up starting them."""
         views = self.views
         is_settled = len(views) == desired and all(view.state is ReplicaState.READY for view in views)
-        return not is_settled and not any(starts.backoff.has_given_up for starts in self._starts.values())
+        return not is_settled and not any(starts.has_given_up for starts in self._starts.values())
 
     @property
     def start_times_s(self) -> list[float]:
         """Start times of the current replicas: seconds from creation until serving, without role switches."""
-        return [seconds for member in self.members if (seconds := member.start_s) and not member.life.view.was]
+        return [seconds for life in self.lives if (seconds := life.start_s) and not life.view.was]
 
     @property
     def switch_times_s(self) -> list[float]:
         """Role-switch times of the current replicas in seconds, including the drain."""
-        return [seconds for member in self.members if (seconds := member.start_s) and member.life.view.was]
+        return [seconds for life in self.lives if (seconds := life.start_s) and life.view.was]
 
     def report(self, desired: int) -> PoolReport:
         """Return the pool's part of `Controller.status`."""
-        members, backoff = sorted(self.members, key=lambda member: member.make), self.starts(self._newest).backoff
-        replicas: list[ReplicaReport] = [{**member.life.view.report(), "revision": member.make} for member in members]
+        lives, newest = sorted(self.lives, key=lambda life: life.view.revision), self.starts(self._newest)
         return {
             "desired": desired,
             "ready": sum(view.state is ReplicaState.READY for view in self.views),
-            "replicas": replicas,
+            "replicas": [life.view.report() for life in lives],
             "failures": [failure for starts in self._starts.values() for failure in starts.failures],
-            "failed_rounds": backoff.rounds,
-            "has_given_up": backoff.has_given_up,
+            "failed_rounds": newest.rounds,
+            "has_given_up": newest.has_given_up,
         }
 
-    async def _live(self, member: Member) -> None:
-        life = member.life
+    async def _live(self, life: ReplicaLifecycle) -> None:
         try:
             await life.live()
             logger.info("replica left replica=%s", life.view.id)
         except ReplicaFailed as error:
-            self._note_failure(member, str(error), will_repeat=error.will_repeat)
+            self._note_failure(life, str(error), will_repeat=error.will_repeat)
         except Exception as error:
             # Catch everything: one replica's failure must not end the controller.
             logger.exception("unexpected replica error replica=%s", life.view.id)
-            self._note_failure(member, f"{type(error).__name__}: {error}", will_repeat=False)
+            self._note_failure(life, f"{type(error).__name__}: {error}", will_repeat=False)
         finally:
-            if member.left_at is not None and life.serving_since is not None:
-                self.drain_times_s.append(time.monotonic() - member.left_at)
+            if life.left_at is not None and life.serving_since is not None:
+                self.drain_times_s.append(time.monotonic() - life.left_at)
             if life.home:
                 self._past_homes[life.view.id] = life.home
-            del self._members[life.view.id]
+            del self._lives[life.view.id], self._tasks[life.view.id]
             self._changed()
 
-    def _note_failure(self, member: Member, reason: str, *, will_repeat: bool) -> None:
-        view, starts, now = member.life.view, self.starts(member.make), time.monotonic()
-        failure = _failure_of(view, reason, will_repeat=will_repeat)
-        logger.error("%s", failure["text"])
-        starts.failures.append(failure)
-        if member.stays and not member.is_stable(now):
-            starts.backoff.failed(started_at=member.started_at, now=now)
-            starts.by_node[view.node] += 1
+    def _note_failure(self, life: ReplicaLifecycle, reason: str, *, will_repeat: bool) -> None:
+        view, starts, now = life.view, self.starts(life.view.revision), time.monotonic()
+        where = f" on {view.node}" if view.node else ""
+        outcome = "failed" if view.state in (ReplicaState.READY, ReplicaState.DRAINING) else "did not start"
+        text = f"{view.id}{where} {outcome} ({view.state}): {reason}"
+        logger.error("%s", text)
+        starts.failures.append(
+            {
+                "replica": view.id,
+                "role": view.role,
+                "state": view.state,
+                "node": view.node,
+                "reason": reason,
+                "will_repeat": will_repeat,
+                "text": text,
+            }
+        )
+        if not life.is_leaving and not life.is_stable(now):
+            starts.start_failed(view.node, started_at=life.created_at, now=now)
 
 
-def _failure_of(view: ReplicaStatus, reason: str, *, will_repeat: bool) -> FailureReport:
-    """Describe a failure of a replica in its present state."""
-    where = f" on {view.node}" if view.node else ""
-    outcome = "failed" if view.state in (ReplicaState.READY, ReplicaState.DRAINING) else "did not start"
-    return {
-        "replica": view.id,
-        "role": view.role,
-        "state": view.state,
-        "node": view.node,
-        "reason": reason,
-        "will_repeat": will_repeat,
-        "text": f"{view.id}{where} {outcome} ({view.state}): {reason}",
-    }
+def life_of(replica: str, pools: Mapping[Role, ReplicaPool]) -> ReplicaLifecycle:
+    """Return a present replica. Raises SpecError if it has left or never was."""
+    life = pool_of(replica, pools).get(replica)
+    if life is None:
+        raise SpecError(f"{replica} has left already")
+    return life
 
 
 def pool_of(replica: str, pools: Mapping[Role, ReplicaPool]) -> ReplicaPool:

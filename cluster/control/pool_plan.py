@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from cluster.control.replica import ReplicaState, ReplicaStatus, number_of
+from cluster.control.replica import FailureReport, ReplicaState, ReplicaStatus, number_of
 from core.types.request import Role
 
 # Least useful first: a replica that does not serve yet is the cheapest to lose.
@@ -14,6 +15,7 @@ _RETIRE_ORDER = (ReplicaState.PENDING, ReplicaState.STARTING, ReplicaState.LOADI
 _FIRST_DELAY_S = 1.0
 _LONGEST_DELAY_S = 60.0
 _MAX_FAILED_ROUNDS = 10  # about five minutes of trying
+_KEPT_FAILURES = 5
 # A replica that served this long did not fail to start.
 STABLE_S = 60.0
 
@@ -27,17 +29,22 @@ class PoolPlan:
 
 
 @dataclass
-class Backoff:
-    """Start backoff of a pool: 1, 2, 4 ... 60 s; after ten failed rounds it gives up.
+class StartHistory:
+    """Failures of a pool's replicas, and their start backoff: 1, 2, 4 ... 60 s; after ten failed rounds it gives up.
 
     Replicas that were started together and fail together count as one round. All times are from one monotonic clock.
     """
 
     rounds: int = 0
     retry_at: float = 0.0
+    # Failed starts by node name, since the last reset.
+    by_node: Counter[str] = field(default_factory=Counter)
+    # The last few, oldest first, also of replicas that served.
+    failures: deque[FailureReport] = field(default_factory=lambda: deque(maxlen=_KEPT_FAILURES))
     _failed_at: float = -1.0
 
-    def failed(self, *, started_at: float, now: float) -> None:
+    def start_failed(self, node: str = "", *, started_at: float, now: float) -> None:
+        self.by_node[node] += 1
         if self.rounds and started_at < self._failed_at:
             return
         self.retry_at = now + min(_FIRST_DELAY_S * 2**self.rounds, _LONGEST_DELAY_S)
@@ -45,9 +52,10 @@ class Backoff:
         self._failed_at = now
 
     def reset(self) -> None:
-        """Forget earlier failures: a replica serves, or an operator asks for another try."""
+        """Allow starts at once: an operator changed something, or all replicas are stable."""
         self.rounds = 0
         self.retry_at = 0.0
+        self.by_node.clear()
 
     @property
     def has_given_up(self) -> bool:

@@ -1,13 +1,12 @@
-"""Plain values that describe a replica to the control plane: ids and state."""
+"""Replicas in the control plane: ids, states, and the reports of pools that `cluster status --json` prints."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import cast
+from typing import Any, Protocol, TypedDict, cast
 
-from cluster.control.report import RankReport, ReplicaReport
 from core.types.rank_api import Blocks
 from core.types.request import Role
 
@@ -33,22 +32,27 @@ class ReplicaStatus:
     """Status of a replica as `cluster status` shows it."""
 
     id: str
-    role: Role
     state: ReplicaState = ReplicaState.PENDING
-    node: str = ""  # node name
+    # Node name; empty before placement.
+    node: str = ""
     ranks: list[RankReport] = field(default_factory=list)
     blocks: Blocks = field(default_factory=lambda: Blocks(total=0, free=0, cached=0))
-    running: int = 0
+    running: int = 0  # sequences
     waiting: int = 0
     # Current activity, or the thing it waits for.
     stage: str = ""
     fraction: float = 0.0  # of loading, 0 to 1
     # Id before its role switch; empty if it never switched.
     was: str = ""
+    # Revision that it was started from; its pool sets it.
+    revision: int = 1
+
+    @property
+    def role(self) -> Role:
+        return role_of(self.id)
 
     def report(self) -> ReplicaReport:
-        """Return every field except the role, which the enclosing pool already names."""
-        return cast(ReplicaReport, {key: value for key, value in asdict(self).items() if key != "role"})
+        return cast(ReplicaReport, asdict(self))
 
 
 def replica_id(role: Role, number: int) -> str:
@@ -72,3 +76,92 @@ def role_of(replica: str) -> Role:
 
 def number_of(replica: str) -> int:
     return int(replica.rpartition("-")[2])
+
+
+class RankReport(TypedDict):
+    pid: int
+    device: str  # "cpu", "cuda:0"
+
+
+class ReplicaReport(TypedDict):
+    """Fields of ReplicaStatus."""
+
+    id: str
+    state: str
+    node: str
+    ranks: list[RankReport]
+    blocks: Blocks
+    running: int
+    waiting: int
+    stage: str
+    fraction: float
+    was: str
+    revision: int
+
+
+class FailureReport(TypedDict):
+    """Failure of a replica."""
+
+    replica: str
+    role: str
+    state: str  # at the time of the failure
+    node: str
+    reason: str
+    # Another start would probably fail the same way.
+    will_repeat: bool
+    # All fields in one line.
+    text: str
+
+
+class PoolReport(TypedDict):
+    desired: int  # replicas
+    ready: int
+    # Including starting and draining ones.
+    replicas: list[ReplicaReport]
+    # The last few, oldest first.
+    failures: list[FailureReport]
+    # Failed start rounds since a replica last served.
+    failed_rounds: int
+    has_given_up: bool
+
+
+Pools = dict[str, PoolReport]  # by role
+
+
+class UpdateReport(TypedDict):
+    """State of a running update."""
+
+    revision: int  # target revision
+    phase: str  # a cluster.rollout.update.Phase
+    # Reason of the rollback; empty if it is not rolling back.
+    reason: str
+    # Roles whose replicas are replaced.
+    roles: list[str]
+    # Share of requests routed to the target revision.
+    share: float
+    # Progress, and the condition it waits for, as text.
+    step: str
+
+
+class RevisionReport(TypedDict):
+    number: int  # revision of the spec
+    update: UpdateReport | None
+    # Outcome of the previous update, one line; empty if there was none.
+    last_update: str
+
+
+class ControllerReport(TypedDict):
+    # Current spec, including scaling since it was applied.
+    spec: dict[str, Any]
+    pools: Pools
+    revision: RevisionReport
+
+
+class Reporter(Protocol):
+    """Receiver of progress from deploy() and from waits for pools."""
+
+    def say(self, line: str) -> None: ...
+
+    def show(self, pools: Pools) -> None:
+        """Show the state of every replica. Called a few times a second."""
+        ...

@@ -10,13 +10,12 @@ import contextlib
 import logging
 import time
 from collections.abc import Mapping
-from typing import cast
 
 from cluster.control.desired_state import Desired
 from cluster.control.gang import Gang, Home, find_replicas, remove_leftovers
 from cluster.control.placement import NO_FAILURES
+from cluster.control.pool_plan import STABLE_S
 from cluster.control.replica import ReplicaState, ReplicaStatus, number_of, role_of
-from core.process.log import LogPart
 from core.types.errors import RankUnreachable, ReplicaFailed
 from core.types.rank_api import Binding, Progress, RankStatus
 
@@ -44,7 +43,10 @@ class ReplicaLifecycle:
     ) -> None:
         """failures: recent failed starts of this pool, by node name. was: id of the replica whose gang this one takes
         over."""
-        self.view = ReplicaStatus(id=replica, role=role_of(replica), was=was)
+        self.view = ReplicaStatus(id=replica, was=was)
+        # Time at which its pool asked it to drain.
+        self.left_at: float | None = None
+        self.created_at = time.monotonic()
         self.serving_since: float | None = None  # time.monotonic()
         # It served before this run of the controller, so routers already have it.
         self.is_adopted = False
@@ -69,6 +71,20 @@ class ReplicaLifecycle:
     def gang(self) -> str:
         """Gang id in Ray's names."""
         return self._gang.name
+
+    @property
+    def is_leaving(self) -> bool:
+        return self.view.state is ReplicaState.DRAINING
+
+    @property
+    def start_s(self) -> float | None:
+        """Seconds until it served; None if it does not serve yet or was adopted."""
+        if self.serving_since is None or self.is_adopted:
+            return None
+        return self.serving_since - self.created_at
+
+    def is_stable(self, now: float) -> bool:
+        return self.serving_since is not None and now - self.serving_since >= STABLE_S
 
     async def live(self) -> None:
         """Start, serve and drain when asked to. Returns after a regular end, else raises ReplicaFailed.
@@ -126,8 +142,7 @@ class ReplicaLifecycle:
         """
         self._gang.find()
         if self._gang.name in self._desired.switched:
-            replica = await self._gang.present_id()
-            self.view.id, self.view.role = replica, role_of(replica)
+            self.view.id = await self._gang.present_id()
         self._note_bindings(await self._gang.ask_all("bind"))
         state = await self._refresh()
         if state == "loading":
@@ -138,10 +153,6 @@ class ReplicaLifecycle:
         self.serving_since = time.monotonic()
         if state != "ready":
             self.leave()
-
-    async def read_log(self, rank: int, *, lines: int, start: int | None) -> LogPart:
-        """Read the log through the rank's own process. Raises ReplicaFailed or TimeoutError if it does not answer."""
-        return cast(LogPart, await self._gang.ask(rank, "read_log", lines, start))
 
     async def _start(self) -> None:
         """Start and load all ranks, within timeouts.start_s of placement."""

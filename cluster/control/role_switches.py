@@ -26,33 +26,30 @@ class RoleSwitches:
     def __init__(self, pools: Mapping[Role, ReplicaPool]) -> None:
         self._pools = pools
 
-    def ask(self, desired: Desired, replica: str) -> str:
-        """Begin the switch of a past or present replica unless it has begun already. Returns the new id.
+    def ask(self, desired: Desired, life: ReplicaLifecycle) -> str:
+        """Begin the switch of a replica unless it has begun already. Returns the new id.
 
         Raises SpecError if the replica cannot switch.
         """
-        life = self._pools[role_of(replica)].get(replica)
-        if life is None:
-            raise SpecError(f"{replica} has left already")
-        if (successor := desired.switched.get(life.gang, replica)) != replica:
+        if (successor := desired.switched.get(life.gang, life.view.id)) != life.view.id:
             # Ray repeats a call that a controller had not answered when it died.
             return successor
         self._check(desired, life)
-        return self.begin(desired, replica)
+        return self.begin(desired, life)
 
-    def possible(self, desired: Desired, new_sizes: Mapping[Role, int]) -> list[str]:
+    def possible(self, desired: Desired, new_sizes: Mapping[Role, int]) -> list[ReplicaLifecycle]:
         """Return the replicas that can switch in place when the pools get the sizes `new_sizes`."""
         if hindrance(desired.spec):
             return []
         sizes = {role: desired.spec.pool(role).replicas for role in Role}
         found = plan_switches(new_sizes, sizes, {role: pool.views for role, pool in self._pools.items()})
-        return [replica for replica in found if _has_current_other_role(desired, role_of(replica))]
+        lives = {life.view.id: life for pool in self._pools.values() for life in pool.lives}
+        return [lives[replica] for replica in found if _has_current_other_role(desired, role_of(replica))]
 
-    def begin(self, desired: Desired, replica: str) -> str:
+    def begin(self, desired: Desired, life: ReplicaLifecycle) -> str:
         """Start draining a serving replica for a successor in the other pool. Returns the successor's id."""
-        role = role_of(replica)
-        life, successor_role = self._pools[role].get(replica), other(role)
-        assert life, "it serves"
+        role = life.view.role
+        successor_role = other(role)
         successor = replica_id(successor_role, desired.take_number(successor_role))
         for pool, change in ((role, -1), (successor_role, 1)):
             desired.scale(pool, desired.spec.pool(pool).replicas + change)
@@ -62,15 +59,11 @@ class RoleSwitches:
 
     def resume(self, desired: Desired) -> None:
         """Continue pending switches after a restart of the controller."""
+        lives = {life.gang: life for pool in self._pools.values() for life in pool.lives}
         for gang, successor in desired.switched.items():
-            for life in (pool.get(replica) for pool in self._pools.values() for replica in pool.ids):
-                if (
-                    life
-                    and life.gang == gang
-                    and life.view.id != successor
-                    and not self._pools[role_of(successor)].get(successor)
-                ):
-                    self._hand_over(desired, life, successor)
+            life = lives.get(gang)
+            if life and life.view.id != successor and not self._pools[role_of(successor)].get(successor):
+                self._hand_over(desired, life, successor)
 
     def forget_ended(self, desired: Desired) -> bool:
         """Drop records of replicas that have left. Returns whether there were any."""

@@ -19,7 +19,6 @@ from time import monotonic
 from typing import TypedDict
 
 from core.trace.traffic import KEPT_S, ReplicaReport, SeenRequest, TrafficReport
-from core.types.errors import SpecError
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +39,7 @@ class TrafficLog:
     def __init__(self, *, now: Callable[[], float] = monotonic) -> None:
         self.life = secrets.token_hex(8)
         # Called once for each finished request.
-        self.ended: Callable[[SeenRequest], None] = lambda seen: None
+        self.ended: Callable[[SeenRequest], None] = ignore
         self._now = now
         self._requests: dict[tuple[str, int], SeenRequest] = {}
         self._num_ids = 0
@@ -99,6 +98,10 @@ class TrafficLog:
             del self._requests[key]
             self._num_ids -= len(first.ids or ())
         self._reports = {router: one for router, one in self._reports.items() if now - one[0] <= KEPT_S}
+
+
+def ignore(seen: SeenRequest) -> None:
+    """Record nothing: no capture is running."""
 
 
 class CaptureReport(TypedDict):
@@ -188,43 +191,6 @@ class TrafficCapture:
         return int.from_bytes(digest, "little")
 
 
-class CurrentCapture:
-    """Owner of the running capture, on the controller's event loop. A restart of the controller ends the capture."""
-
-    def __init__(self, traffic_log: TrafficLog) -> None:
-        """traffic_log: calls back for each finished request; arrival times are time.monotonic() of this process."""
-        self._traffic_log = traffic_log
-        self._capture: TrafficCapture | None = None
-
-    def start(self, log_dir: str, *, max_bytes: int) -> None:
-        """Start a capture to a file next to the audit log, on the head. Raises SpecError if one is running."""
-        if self._capture:
-            raise SpecError("a capture is under way; end it by `cluster capture stop -o FILE`")
-        self._capture = TrafficCapture(_path(log_dir), begin_s=monotonic(), max_bytes=max_bytes)
-        self._traffic_log.ended = self._capture.note
-
-    def report(self) -> CaptureReport | None:
-        """Return the state of the running capture, or None."""
-        return self._capture.report(monotonic()) if self._capture else None
-
-    def read(self, begin: int, num_bytes: int) -> bytes:
-        """Return part of the capture's file. Raises SpecError if no capture is running."""
-        if self._capture is None:
-            raise SpecError("no capture is under way; begin one by `cluster capture start`")
-        return self._capture.read(begin, num_bytes)
-
-    def stop(self) -> None:
-        """Stop the capture and delete its file."""
-        if self._capture:
-            self._traffic_log.ended = lambda seen: None
-            self._capture.remove()
-            self._capture = None
-
-
-def remove_stale_capture(log_dir: str) -> None:
-    """Delete the capture file of an earlier run of the controller; its capture cannot continue."""
-    _path(log_dir).unlink(missing_ok=True)
-
-
-def _path(log_dir: str) -> Path:
+def capture_file(log_dir: str) -> Path:
+    """Return the path of the capture's file on the head, next to the audit log."""
     return Path(log_dir).parent / "audit_log" / "capture.jsonl"

@@ -2,17 +2,56 @@
 
 from __future__ import annotations
 
+import json
+import logging
+
+from cluster.control import desired_state
 from cluster.launch import state as states
 from cluster.launch.state import State
+from cluster.ray import name_lock
 from core.process.ports import free_ports
 from core.spec.schema import RouterSpec, Spec, TracingSpec
-from core.types.errors import DeployError, SpecError
+from core.types.errors import ClusterError, DeployError, SpecError
+from core.types.launch import Launch
+
+logger = logging.getLogger(__name__)
 
 # Router settings that belong to the endpoints, not to a model behind them.
 _OF_ENDPOINTS = (
     "replicas", "host", "grpc_port", "http_port", "keys", "tls_cert", "tls_key", "unknown_fields", "cors_origins",
     "stored_responses_mib", "stored_responses_s", "max_tokens_beyond_context", "keepalive_s", "shutdown_delay_s",
 )  # fmt: skip
+
+
+class AttachedList:
+    """Deployments attached to one deployment's endpoints. Caches parsed records, because they rarely change."""
+
+    def __init__(self, endpoints: str) -> None:
+        """endpoints: name of the deployment that owns the endpoints."""
+        self._endpoints = endpoints
+        # Stored bytes, and the launch parsed from them; None if the deployment is not attached to these endpoints.
+        self._parsed: dict[str, tuple[bytes, Launch | None]] = {}
+
+    def launches(self) -> list[Launch]:
+        """Return how each attached deployment's processes were started.
+
+        Raises DeployError if Ray's store does not answer.
+        """
+        stored = {name: desired_state.stored(name) for name in name_lock.claimed() if name != self._endpoints}
+        self._parsed = {name: self._parse(name, text) for name, text in stored.items() if text}
+        return [launch for _, launch in self._parsed.values() if launch]
+
+    def _parse(self, name: str, text: bytes) -> tuple[bytes, Launch | None]:
+        known = self._parsed.get(name)
+        if known and known[0] == text:
+            return known
+        try:
+            names = json.loads(text)["spec"].get("router", {}).get("endpoints")
+            return text, desired_state.Desired.from_json(text).launch if names == self._endpoints else None
+        except (ClusterError, ValueError, LookupError, TypeError, AttributeError) as error:
+            # The record may be from another version.
+            logger.warning("ignored unreadable deployment record deployment=%s error=%r", name, error)
+            return text, known[1] if known else None
 
 
 def check_own(spec: Spec) -> None:
@@ -50,12 +89,9 @@ def attach(spec: Spec) -> RouterSpec:
 
     A driver must be connected to their Ray. Raises SpecError.
     """
-    from cluster.control import desired_state as desired_store
-    from cluster.control.attached_list import AttachedList
-
     endpoints, names = spec.router.endpoints, spec.model.names
     assert endpoints
-    owner = desired_store.load(endpoints)
+    owner = desired_state.load(endpoints)
     if owner is None:
         raise SpecError(f"router.endpoints: {endpoints} is not deployed on this Ray; deploy it first")
     if owner.spec.router.endpoints:
@@ -80,12 +116,13 @@ def check_no_attached(state: State) -> None:
     On a Ray shared by several deployments, a driver must be connected.
     """
     if state.local_ray is not None:
-        attached_deployments = states.served_by(state)
+        others = (states.load(name) for name in states.deployed_names() if name != state.name)
+        attached_deployments = [
+            one.name for one in others if one and (one.endpoints, one.lent_ray) == (state.name, state.local_ray)
+        ]
     elif state.endpoints:
         return
     else:
-        from cluster.control.attached_list import AttachedList
-
         attached_deployments = sorted(launch.spec.name for launch in AttachedList(state.name).launches())
     if attached_deployments:
         first = " and ".join(f"`cluster down --name {name}`" for name in attached_deployments)

@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from cluster.launch import state as states
@@ -81,8 +82,5 @@ def _append(path: Path, line: Mapping[str, object]) -> None:
     """Append the line atomically. Write errors are ignored: a full disk must not block the operator."""
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        try:
-            os.write(file, (json.dumps(line) + "\n").encode())
-        finally:
-            os.close(file)
+        with open(path, "a", opener=partial(os.open, mode=0o600)) as file:
+            file.write(json.dumps(line) + "\n")

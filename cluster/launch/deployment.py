@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING
 
 from cluster.control.desired_state import Parts
 from cluster.control.placement import Node
-from cluster.control.report import Reporter
+from cluster.control.replica import Reporter
 from cluster.launch import attached_endpoints, host_checks, local_ray, operator_key, preflight
 from cluster.launch import state as states
 from cluster.launch.audit_log import user_name
-from cluster.launch.endpoints import LOOPBACK, Endpoints, admin_addresses, keys_of, plan_endpoints
+from cluster.launch.endpoints import LOOPBACK, Endpoints, keys_of, plan_endpoints, with_endpoints
 from cluster.launch.state import Command, State
 from cluster.ray import name_lock
 from cluster.ray.name_lock import NameLock
@@ -60,7 +60,7 @@ def deploy(
     with states.reserve(spec.name):
         place = _check(spec, address, wait_for_nodes=wait_for_nodes, say=reporter.say)
         claim = NameLock.new(user_name())
-        state = place.state(spec, claim)
+        state = replace(place.state, claim=claim.id, deploying=Command.current())
         states.save(state)
     clear_logs(str(states.log_dir(spec.name)))
     watch.lap("checks")
@@ -70,7 +70,7 @@ def deploy(
             _start_ray(state, state.local_ray)
             watch.lap("Ray")
         name_lock.take(spec.name, claim)
-        endpoints = _start(place, spec, state, parts=parts, deadline=deadline, reporter=reporter, watch=watch)
+        endpoints = _start(place, state, parts=parts, deadline=deadline, reporter=reporter, watch=watch)
         up = replace(state, deploying=None, grpc=endpoints.grpc, http=endpoints.http)
         # Inside the try block: after a failed write, on a full disk, the deployment is removed.
         states.save(up)
@@ -117,44 +117,22 @@ def router_application(launch: Launch, endpoints: Endpoints) -> serve.Applicatio
     return build(launch, endpoints.actor_options, max_per_node=endpoints.max_per_node)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Place:
-    """Placement of a deployment: its Ray, and the settings decided for it."""
+    """Placement of a deployment, and what is decided for it."""
 
-    ray_address: str
+    # With the router's host, keys and ports filled in.
+    spec: Spec
     endpoints: Endpoints
-    # With host, keys and ports filled in.
-    router: RouterSpec
-    local: local_ray.LocalRay | None = None
+    state: State
     nodes: Sequence[Node] = ()  # if Ray has several machines
     # More nodes may join soon.
     is_growing: bool = False
-    owns_serve: bool = True
-    # Local Ray of the deployment whose endpoints this one uses.
-    lent_ray: local_ray.LocalRay | None = None
 
     @property
     def is_attached(self) -> bool:
         """True if this deployment uses the endpoints of another one."""
-        return self.router.endpoints is not None
-
-    def state(self, spec: Spec, claim: NameLock) -> State:
-        return State(
-            name=spec.name,
-            lent_ray=self.lent_ray,
-            endpoints=self.router.endpoints or "",
-            model=spec.model.name,
-            claim=claim.id,
-            ray_address=self.ray_address,
-            local_ray=self.local,
-            owns_serve=self.owns_serve,
-            grpc=self.endpoints.grpc,
-            http=self.endpoints.http,
-            admin=admin_addresses(self.router),
-            needs_keys=self.router.keys == "required",
-            certificate=self.router.tls_cert,
-            deploying=Command.current(),
-        )
+        return self.spec.router.endpoints is not None
 
 
 def _check(spec: Spec, address: str | None, *, wait_for_nodes: bool, say: Callable[[str], None]) -> _Place:
@@ -176,10 +154,11 @@ def _check(spec: Spec, address: str | None, *, wait_for_nodes: bool, say: Callab
     preflight.check_certificate(spec.router)
     preflight.check_nodes(spec, [here], wait_for_nodes=wait_for_nodes)
     host_checks.check_hosts(spec, [here], say, is_local=True)
-    router = _router(spec, endpoints)
+    spec = _with_router(spec, _router(spec, endpoints))
     preflight.check_model(spec, say)
     local = local_ray.prepare()
-    return _Place(local.address, endpoints, router, local=local)
+    state = State(name=spec.name, ray_address=local.address, local_ray=local, owns_serve=True)
+    return _Place(spec=spec, endpoints=endpoints, state=with_endpoints(state, spec, endpoints))
 
 
 def _check_attached(spec: Spec, address: str | None, *, wait_for_nodes: bool, say: Callable[[str], None]) -> _Place:
@@ -193,7 +172,8 @@ def _check_attached(spec: Spec, address: str | None, *, wait_for_nodes: bool, sa
     if lent_ray:
         local_ray.join(lent_ray)
     preflight.check_model(spec, say)
-    return replace(_join_ray(spec, address, wait_for_nodes=wait_for_nodes, say=say), lent_ray=lent_ray)
+    place = _join_ray(spec, address, wait_for_nodes=wait_for_nodes, say=say)
+    return replace(place, state=replace(place.state, lent_ray=lent_ray))
 
 
 def _join_ray(spec: Spec, address: str, *, wait_for_nodes: bool, say: Callable[[str], None]) -> _Place:
@@ -230,15 +210,19 @@ def _join_ray(spec: Spec, address: str, *, wait_for_nodes: bool, say: Callable[[
         )
     preflight.check_nodes(spec, nodes, wait_for_nodes=wait_for_nodes)
     host_checks.check_hosts(spec, nodes, say)
-    gcs: str = ray.get_runtime_context().gcs_address
+    spec = _with_router(spec, lent or _router(spec, endpoints))
+    state = State(name=spec.name, ray_address=ray.get_runtime_context().gcs_address, owns_serve=owns_serve)
     return _Place(
-        gcs,
-        endpoints,
-        lent or _router(spec, endpoints),
+        spec=spec,
+        endpoints=endpoints,
+        state=with_endpoints(state, spec, endpoints),
         nodes=() if is_one_machine else nodes,
         is_growing=wait_for_nodes,
-        owns_serve=owns_serve,
     )
+
+
+def _with_router(spec: Spec, router: RouterSpec) -> Spec:
+    return spec.model_copy(update={"router": router})
 
 
 def _router(spec: Spec, endpoints: Endpoints) -> RouterSpec:
@@ -261,12 +245,12 @@ def _start_ray(state: State, local: local_ray.LocalRay) -> None:
 
 
 def _start(
-    place: _Place, spec: Spec, state: State, *, parts: Parts, deadline: float, reporter: Reporter, watch: Stopwatch
+    place: _Place, state: State, *, parts: Parts, deadline: float, reporter: Reporter, watch: Stopwatch
 ) -> Endpoints:
     """Start index, controller and router. Returns the endpoints once everything is ready."""
     from cluster.launch import driver, router_admin, router_app, status
 
-    log_dir = str(states.log_dir(spec.name))
+    spec, log_dir = place.spec, str(states.log_dir(state.name))
     driver.run_on_each(place.nodes, clear_logs, log_dir)
     start_serve = (lambda: None) if place.is_attached else router_app.start_serve
     serving = BackgroundThread(start_serve, name="serve")
@@ -276,11 +260,7 @@ def _start(
     head = next((node for node in place.nodes if node.is_head), None)
     index_url = driver.start_index(spec.name, log_dir, head) if spec.index == "embedded" else spec.index
     watch.lap("index")
-    launch = Launch(
-        spec=spec.model_copy(update={"router": place.router}),
-        log_dir=log_dir,
-        credentials=DeploymentSecrets.new(index_url=index_url),
-    )
+    launch = Launch(spec=spec, log_dir=log_dir, credentials=DeploymentSecrets.new(index_url=index_url))
     driver.ask(controller, "apply", launch, parts=parts)
     watch.lap("controller")
     serving.join(_SERVE_S)
@@ -294,15 +274,15 @@ def _start(
     endpoints = place.endpoints
     if not place.is_attached:
         reporter.say("starting the router")
-        endpoints = _endpoints_now(place, spec)
+        endpoints = _endpoints_now(place)
         router_app.start_router(spec.name, router_application(launch, endpoints))
         watch.lap("router")
     status.await_ready(controller, Role, deadline=deadline, reporter=reporter)
     watch.lap("replicas after that")
     counts = {role.value: spec.pool(role).replicas for role in Role}
     # Routers of the endpoints' owner run already; some of our own may still be starting.
-    router_admin.await_seen(state, counts, num_routers=place.router.replicas if place.is_attached else 1)
-    if place.router.keys == "required" and not place.is_attached:
+    router_admin.await_seen(state, counts, num_routers=spec.router.replicas if place.is_attached else 1)
+    if spec.router.keys == "required" and not place.is_attached:
         operator_key.make(controller, spec.name, say=reporter.say)
     watch.lap("router sees all")
     return endpoints
@@ -317,13 +297,13 @@ def _await_router_hosts(num_hosts: int) -> None:
         time.sleep(_POLL_S)
 
 
-def _endpoints_now(place: _Place, spec: Spec) -> Endpoints:
+def _endpoints_now(place: _Place) -> Endpoints:
     """Return the endpoints. On several machines they depend on the current nodes."""
     if not place.nodes:
         return place.endpoints
     from cluster.control.placement import live_nodes
 
-    return plan_endpoints(spec.router, live_nodes(), is_one_machine=False)
+    return plan_endpoints(place.spec.router, live_nodes(), is_one_machine=False)
 
 
 def _remove_from_ray(state: State, *, force: bool) -> NameLock | None:

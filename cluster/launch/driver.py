@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError
 
 from cluster.control.controller import Controller, remove_remains
 from cluster.control.placement import Node, on_the_head, run_on
 from cluster.ray import internals
+from cluster.ray.controller_call import ASK_S, ask, find_controller
 from cluster.ray.store import CONTROLLER, namespace
 from core.index import embedded as embedded_index
 from core.index.embedded import EmbeddedIndex
@@ -26,8 +27,10 @@ from core.index.redis_server import RedisAddress
 from core.process import processes
 from core.process.ports import free_port, is_free
 from core.process.processes import ENDINGS
-from core.types.errors import ClusterError, DeployError
+from core.types.errors import DeployError
 from core.types.network import format_address, split_address
+
+__all__ = ["ask", "find_controller"]
 
 T = TypeVar("T")
 
@@ -37,8 +40,6 @@ _JOIN_S = 15.0
 # Name of the thread that joins Ray. While it hangs, a process has to end without waiting for it.
 JOINING = "joining Ray"
 _ELSEWHERE = " (this machine must be one of its nodes and have its token; elsewhere, use `cluster --address USER@{}`)"
-# Longer than a controller needs to restart.
-_ASK_S = 60.0
 
 
 def connect(address: str, name: str, *, within_s: float = _JOIN_S) -> None:
@@ -102,13 +103,6 @@ def start_controller(name: str) -> Any:
     return make.options(**_detached(name, CONTROLLER), **on_the_head(), max_task_retries=3).remote(name)
 
 
-def find_controller(name: str) -> Any | None:
-    """Return the controller of a deployment, or None if there is none in this Ray cluster."""
-    with contextlib.suppress(ValueError):
-        return ray.get_actor(CONTROLLER, namespace=namespace(name))
-    return None
-
-
 def start_index(name: str, log_dir: str, head: Node | None = None) -> str:
     """Start the deployment's own Redis and return its URL once it answers.
 
@@ -127,7 +121,7 @@ def start_index(name: str, log_dir: str, head: Node | None = None) -> str:
 def run_on_each(nodes: Sequence[Node], function: Callable[..., T], *args: Any) -> list[T]:
     """Run `function` on each node in parallel. Raises DeployError."""
     try:
-        answers: list[T] = ray.get([run_on(node.id, function, *args) for node in nodes], timeout=_ASK_S)
+        answers: list[T] = ray.get([run_on(node.id, function, *args) for node in nodes], timeout=ASK_S)
     except RayError as error:
         raise DeployError(f"{function.__name__}: {' '.join(str(error).split())}") from error
     return answers
@@ -178,22 +172,6 @@ def stop_index(name: str) -> None:
 def _kill(name: str, actor: str) -> None:
     with contextlib.suppress(ValueError):  # it does not run
         ray.kill(ray.get_actor(actor, namespace=namespace(name)))
-
-
-def ask(actor: Any, method: str, *args: Any, within_s: float = _ASK_S, **kwargs: Any) -> Any:
-    """Call an actor's method and wait. Raises the actor's own ClusterError, or DeployError for anything else."""
-    try:
-        return ray.get(getattr(actor, method).remote(*args, **kwargs), timeout=within_s)
-    except RayTaskError as error:
-        if isinstance(error.cause, ClusterError):
-            raise error.cause from None
-        raise DeployError(f"{method}: {type(error.cause).__name__}: {' '.join(str(error.cause).split())}") from error
-    except GetTimeoutError:
-        raise DeployError(
-            f"{method}: no answer within {within_s:g} s; its process restarts, is overloaded or stands still"
-        ) from None
-    except RayActorError as error:
-        raise DeployError(f"{method}: {' '.join(str(error).split())}") from error
 
 
 def _detached(name: str, actor: str) -> dict[str, Any]:

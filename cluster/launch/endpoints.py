@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Any, Literal
 
 from cluster.control.placement import Node, as_a_router, router_nodes
-from core.spec.schema import RouterSpec
+from cluster.launch.state import State
+from core.spec.schema import RouterSpec, Spec
 from core.types.errors import SpecError
 from core.types.network import format_address, is_loopback
 
@@ -71,6 +72,20 @@ def _endpoints(router: RouterSpec, ips: Sequence[str], **more: Any) -> Endpoints
         grpc=",".join(format_address(ip, router.grpc_port) for ip in ips),
         http=",".join(f"{scheme}://{format_address(ip, router.http_port)}" for ip in ips),
         **more,
+    )
+
+
+def with_endpoints(state: State, spec: Spec, endpoints: Endpoints) -> State:
+    """Return the state with everything that clients of the endpoints need. spec: with all settings of its router."""
+    return replace(
+        state,
+        grpc=endpoints.grpc,
+        http=endpoints.http,
+        admin=admin_addresses(spec.router),
+        needs_keys=spec.router.keys == "required",
+        certificate=spec.router.tls_cert,
+        endpoints=spec.router.endpoints or "",
+        model=spec.model.name,
     )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qs, urlsplit
 
-from cluster.control.placement import Node, ResourceDemand, check_fit
+from cluster.control.placement import Node, check_fit, pools_of
 from cluster.launch import local_ray
 from cluster.launch import state as states
 from core.process.ports import is_free
@@ -189,7 +189,8 @@ def check_certificate(router: RouterSpec) -> None:
 def check_nodes(spec: Spec, nodes: Sequence[Node], *, wait_for_nodes: bool = False) -> None:
     """Check that both pools fit on the nodes."""
     if not wait_for_nodes:
-        check_fit([ResourceDemand(role, spec.pool(role), spec.pool(role).replicas) for role in Role], nodes)
+        pools = pools_of(spec)
+        check_fit(nodes, pools, {role: pool.replicas for role, pool in pools.items()})
 
 
 def this_node() -> Node:

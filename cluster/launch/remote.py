@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import ray
 
 from cluster.control.placement import live_nodes
 from cluster.launch import driver, router_app
-from cluster.launch.endpoints import EVERYWHERE, admin_addresses, plan_endpoints
+from cluster.launch.endpoints import EVERYWHERE, plan_endpoints, with_endpoints
 from cluster.launch.state import State, choose
 from cluster.ray import name_lock
 from cluster.ray.store import CONTROLLER, namespace
@@ -32,16 +30,7 @@ def find(address: str, name: str | None) -> State:
     # On a single machine, deploy() has filled in the host.
     is_one_machine = spec.router.host not in (None, *EVERYWHERE)
     endpoints = plan_endpoints(spec.router, live_nodes(), is_one_machine=is_one_machine)
-    return replace(
-        state,
-        grpc=endpoints.grpc,
-        http=endpoints.http,
-        admin=admin_addresses(spec.router),
-        needs_keys=spec.router.keys == "required",
-        certificate=spec.router.tls_cert,
-        endpoints=spec.router.endpoints or "",
-        model=spec.model.name,
-    )
+    return with_endpoints(state, spec, endpoints)
 
 
 def find_any(address: str, name: str | None) -> State:
@@ -57,9 +46,5 @@ def find_any(address: str, name: str | None) -> State:
         name=chosen,
         claim=claim.id if claim else "",
         ray_address=ray.get_runtime_context().gcs_address,
-        local_ray=None,
         owns_serve=router_app.is_serve_running() and router_app.is_only_application(chosen),
-        grpc="",
-        http="",
-        deploying=None,
     )

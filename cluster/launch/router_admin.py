@@ -71,14 +71,12 @@ def ask_routers(state: State, path: str) -> list[AdminAnswer]:
         return ask_here(state.name, state.admin, path)
     from cluster.control.placement import live_nodes
     from cluster.launch.driver import answers_of, this_ip
-    from cluster.launch.router_app import router_nodes_of
+    from cluster.launch.router_app import router_ips
 
-    is_named = len({node.ip for node in live_nodes()}) > 1
-    nodes = router_nodes_of(state.endpoints or state.name)
-    here = [node for node in nodes if node.ip == this_ip()]
-    there = [node for node in nodes if node not in here]
-    arguments = (state.name, state.admin, path, is_named)
-    answers = ask_here(*arguments) if here else []
+    nodes, ips, here = live_nodes(), router_ips(state.endpoints or state.name), this_ip()
+    arguments = (state.name, state.admin, path, len({node.ip for node in nodes}) > 1)
+    answers = ask_here(*arguments) if here in ips else []
+    there = [node for node in nodes if node.ip in ips and node.ip != here]
     for found in answers_of(there, ask_here, *arguments, within_s=_NODE_S) if there else []:
         answers += found
     # Sorted, so that the order does not depend on the asking host.
@@ -107,16 +105,14 @@ def seen_by(routers: Sequence[AdminAnswer]) -> dict[str, int] | None:
     return {role: min(one.get(role, 0) for one in seen) for role in seen[0]} if seen else None
 
 
-def await_seen(
-    state: State, min_counts: Mapping[str, int], *, num_routers: int = 1, within_s: float = _SEE_ALL_S
-) -> None:
+def await_seen(state: State, min_counts: Mapping[str, int], *, num_routers: int = 1) -> None:
     """Wait until every router sees at least `min_counts` replicas per role.
 
     num_routers: minimum number of routers that must respond. Raises DeployError.
     """
     if not state.admin:
         return
-    deadline = time.monotonic() + within_s
+    deadline = time.monotonic() + _SEE_ALL_S
     while True:
         answers = ask_routers(state, "/health")
         seen = seen_by(answers)

@@ -13,7 +13,6 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
-from cluster.control.placement import Node, live_nodes
 from cluster.ray import internals
 from core.types.errors import DeployError
 
@@ -62,12 +61,6 @@ def router_ips(name: str) -> set[str]:
     if not is_serve_running():
         return set()
     return {replica["node_ip"] for replica in _replicas(name) if replica["state"] == "RUNNING"}
-
-
-def router_nodes_of(name: str) -> list[Node]:
-    """Return the nodes that run a deployment's routers."""
-    ips = router_ips(name)
-    return [node for node in live_nodes() if node.ip in ips]
 
 
 def stop_router(name: str, *, owns_serve: bool) -> None:

@@ -15,7 +15,7 @@ from uuid import uuid4
 import ray
 from ray import serve
 
-from cluster.control.attached_list import AttachedList
+from cluster.launch.attached_endpoints import AttachedList
 from cluster.ray.controller_call import ask_controller, open_identity, open_tls_credentials
 from core.identity.process_name import ProcessName
 from core.process.interpreter import spare_the_old

@@ -6,7 +6,6 @@ written before anything starts, so `cluster down` can clean up after any interru
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -14,11 +13,12 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import msgspec
+
 from cluster.launch.local_ray import LocalRay
 from core.process import processes
 from core.process.atomic_file import user_dir, write_whole
 from core.types.errors import DeployError, NotDeployed, SpecError
-from core.types.json_records import known_fields
 
 _FILE = "state.json"
 # Written by any Ray that runs on this host.
@@ -49,7 +49,7 @@ class State:
     name: str
     ray_address: str
     # Local Ray started for this deployment.
-    local_ray: LocalRay | None
+    local_ray: LocalRay | None = None
     # Local Ray of the deployment whose endpoints this one uses.
     lent_ray: LocalRay | None = None
     # Id of its name lock on that Ray; empty: it holds none.
@@ -57,8 +57,8 @@ class State:
     # Ray Serve was started for it.
     owns_serve: bool = False
     # "host:port", or several, separated by commas.
-    grpc: str
-    http: str  # "http://host:port", likewise
+    grpc: str = ""
+    http: str = ""  # "http://host:port", likewise
     # "host:port" of every admin port that a router may use on its own node.
     admin: tuple[str, ...] = ()
     # Clients need an API key.
@@ -69,7 +69,7 @@ class State:
     endpoints: str = ""
     # Served model name; empty: unknown, for a partial deployment.
     model: str = ""
-    deploying: Command | None  # None once deployed
+    deploying: Command | None = None  # None once deployed
 
     @property
     def joined_ray(self) -> LocalRay | None:
@@ -103,26 +103,20 @@ def operator_key_file(name: str) -> Path:
 @contextmanager
 def reserve(name: str) -> Iterator[None]:
     """Lock `name` against other commands of this user while a deploy starts. Raises DeployError if it is locked."""
+    # Imported here, because only `cluster deploy` needs it, and it takes long.
+    from filelock import FileLock, Timeout
+
     file = _root() / f"{name}.lock"
+    lock = FileLock(file)
     try:
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        lock = file.open("w")
+        lock.acquire(blocking=False)
+    except Timeout:
+        raise DeployError(f"{name} is being deployed by another command") from None
     except OSError as error:
         raise DeployError(f"{file}: {error.strerror}; set CLUSTER_STATE_DIR to a writable directory") from None
     with lock:
-        try:
-            # The kernel releases the lock when this process ends.
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            has_it = os.path.samestat(os.fstat(lock.fileno()), file.stat())
-        except (BlockingIOError, FileNotFoundError):
-            has_it = False
-        # A lock on a file that another command removed in the meantime excludes no one.
-        if not has_it:
-            raise DeployError(f"{name} is being deployed by another command")
-        try:
-            yield
-        finally:
-            file.unlink(missing_ok=True)
+        yield
 
 
 def save(state: State) -> None:
@@ -137,10 +131,10 @@ def load(name: str) -> State | None:
     """
     file = state_dir(name) / _FILE
     try:
-        return _parse(file.read_text(encoding="utf-8"))
+        return msgspec.json.decode(file.read_bytes(), type=State)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, msgspec.DecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "not a state file of `cluster deploy`"
         raise DeployError(
             f"{file}: {why}; check that nothing of {name} is running (`cluster --address RAY down`, or end its Ray), "
@@ -155,14 +149,6 @@ def forget(name: str) -> None:
 
 def deployed_names() -> list[str]:
     return sorted(path.parent.name for path in _root().glob(f"*/{_FILE}"))
-
-
-def served_by(endpoints: State) -> list[str]:
-    """Return the deployments on this one's local Ray that use its endpoints. Raises DeployError."""
-    others = (load(name) for name in deployed_names() if name != endpoints.name)
-    return [
-        one.name for one in others if one and one.endpoints == endpoints.name and one.lent_ray == endpoints.local_ray
-    ]
 
 
 def find(name: str | None) -> State:
@@ -180,19 +166,6 @@ def choose(name: str | None, deployed: Sequence[str], *, hint: str = "") -> str:
         problem = f"{name} is not deployed" if name else "nothing is deployed"
         raise NotDeployed(f"{problem}; run `cluster deploy 1P1D` to deploy{hint}")
     return name or deployed[0]
-
-
-def _parse(text: str) -> State:
-    tree = json.loads(text)
-    local_ray, lent_ray = tree.pop("local_ray"), tree.pop("lent_ray", None)
-    deploying, admin = tree.pop("deploying"), tree.pop("admin", ())
-    return State(
-        local_ray=LocalRay(**known_fields(LocalRay, local_ray)) if local_ray else None,
-        lent_ray=LocalRay(**known_fields(LocalRay, lent_ray)) if lent_ray else None,
-        deploying=Command(**known_fields(Command, deploying)) if deploying else None,
-        admin=tuple(admin),
-        **known_fields(State, tree),
-    )
 
 
 def _root() -> Path:

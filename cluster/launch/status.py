@@ -8,7 +8,7 @@ from dataclasses import replace
 from http import HTTPStatus
 from typing import Any, TypedDict
 
-from cluster.control.report import ControllerReport, FailureReport, PoolReport, Pools, Reporter, RevisionReport
+from cluster.control.replica import ControllerReport, FailureReport, PoolReport, Pools, Reporter, RevisionReport
 from cluster.launch import driver
 from cluster.launch.endpoints import open_ones
 from cluster.launch.router_admin import AdminAnswer, ask_routers, await_seen
@@ -106,18 +106,17 @@ def await_ready(
     (time.monotonic()), with the replicas that are not ready.
     """
     roles = tuple(roles)
-    pools: Pools = driver.ask(controller, "status")["pools"]
-    while any(not pools[role]["ready"] == pools[role]["desired"] == len(pools[role]["replicas"]) for role in roles):
+    while True:
+        pools: Pools = driver.ask(controller, "status")["pools"]
         reporter.show(pools)
+        if all(pools[role]["ready"] == pools[role]["desired"] == len(pools[role]["replicas"]) for role in roles):
+            return pools
         for role in roles:
             if failure := _final_failure(pools[role], known_failures):
                 raise ReplicaDidNotStart(failure["text"], log=_log_of(controller, failure["replica"]))
         if time.monotonic() > deadline:
             raise DeployError(f"not done in time; {_awaited(pools)}")
         time.sleep(_POLL_S)
-        pools = driver.ask(controller, "status")["pools"]
-    reporter.show(pools)
-    return pools
 
 
 def await_serving(controller: Any, state: State, roles: Iterable[str], **more: Any) -> Pools:

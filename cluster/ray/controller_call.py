@@ -1,7 +1,8 @@
-"""Calls to a deployment's controller from processes started by Ray, such as for their TLS credentials."""
+"""Calls to a deployment's controller, and the TLS credentials that processes started by Ray get from it."""
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import ray
@@ -14,23 +15,38 @@ from core.identity.process_name import ProcessName
 from core.types.errors import ClusterError, DeployError
 
 # Longer than a controller needs to restart.
-_ASK_S = 60.0
+ASK_S = 60.0
 
 
-def ask_controller(deployment: str, method: str, *args: Any) -> Any:
-    """Call a controller method and block.
+def find_controller(deployment: str) -> Any | None:
+    """Return the handle of a deployment's controller, or None if there is none in this Ray cluster."""
+    with contextlib.suppress(ValueError):
+        return ray.get_actor(CONTROLLER, namespace=namespace(deployment))
+    return None
 
-    Raises the controller's own ClusterError, or DeployError for anything else.
-    """
+
+def ask(actor: Any, method: str, *args: Any, within_s: float = ASK_S, **kwargs: Any) -> Any:
+    """Call an actor's method and wait. Raises the actor's own ClusterError, or DeployError for anything else."""
     try:
-        controller: Any = ray.get_actor(CONTROLLER, namespace=namespace(deployment))
-        return ray.get(getattr(controller, method).remote(*args), timeout=_ASK_S)
+        return ray.get(getattr(actor, method).remote(*args, **kwargs), timeout=within_s)
     except RayTaskError as error:
         if isinstance(error.cause, ClusterError):
             raise error.cause from None
-        raise DeployError(f"{deployment}'s controller: {method}: {error.cause}") from error
-    except (RayError, GetTimeoutError, ValueError) as error:
-        raise DeployError(f"{deployment}'s controller: {method}: {' '.join(str(error).split())}") from error
+        raise DeployError(f"{method}: {type(error.cause).__name__}: {' '.join(str(error.cause).split())}") from error
+    except GetTimeoutError:
+        raise DeployError(
+            f"{method}: no answer within {within_s:g} s; its process restarts, is overloaded or stands still"
+        ) from None
+    except RayError as error:
+        raise DeployError(f"{method}: {' '.join(str(error).split())}") from error
+
+
+def ask_controller(deployment: str, method: str, *args: Any) -> Any:
+    """Like ask(), for the controller of a deployment. Raises ClusterError."""
+    controller = find_controller(deployment)
+    if controller is None:
+        raise DeployError(f"{deployment}'s controller: {method}: it does not run")
+    return ask(controller, method, *args)
 
 
 def open_identity(name: ProcessName, *, tls: str) -> Identity:

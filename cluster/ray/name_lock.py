@@ -11,9 +11,10 @@ import secrets
 import socket
 from dataclasses import asdict, dataclass
 
+import msgspec
+
 from cluster.ray import store
 from core.types.errors import DeployError
-from core.types.json_records import known_fields
 
 # Namespaces of deployments consist of this prefix and a name.
 _NAMESPACE = "xpyd"
@@ -49,7 +50,7 @@ def take(name: str, lock: NameLock) -> None:
 def find(name: str) -> NameLock | None:
     """Return the holder, or None. Raises DeployError."""
     stored = store.get(_NAMESPACE, name)
-    return NameLock(**known_fields(NameLock, json.loads(stored))) if stored else None
+    return msgspec.json.decode(stored, type=NameLock) if stored else None
 
 
 def claimed() -> list[str]:

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable, Mapping
-from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from cluster.control.gang import Home
 from cluster.control.placement import live_nodes, router_nodes, run_on
-from cluster.control.replica_lifecycle import ReplicaLifecycle
 from core.process.log import LogPart, find_logs, log_path, read_log
-from core.types.errors import DeployError, ReplicaFailed
+from core.types.errors import DeployError
 
 T = TypeVar("T")
 
@@ -24,22 +20,12 @@ _ROUTER = "router"
 _READ_S = 30.0
 
 
-async def read_there(node_id: str, path: Path, *, lines: int, start: int | None) -> LogPart:
-    """Run read_log on that node. Raises RayError or TimeoutError."""
-    part: LogPart = await _call_on(node_id, read_log, path, lines=lines, start=start)
-    return part
-
-
-async def read_rank(
-    life: ReplicaLifecycle | None, log_dir: str, replica: str, rank: int, home: Home, *, lines: int, start: int | None
-) -> LogPart:
-    """Read a rank's log. life: None if the replica has left. Raises DeployError."""
-    if life is not None:
-        with contextlib.suppress(ReplicaFailed, TimeoutError):
-            return await life.read_log(rank, lines=lines, start=start)
+async def read_rank(node_id: str, log_dir: str, replica: str, rank: int, *, lines: int, start: int | None) -> LogPart:
+    """Read a rank's log on its node. Raises DeployError."""
     path = log_path(log_dir, replica, rank)
     try:
-        return await read_there(home.node_id, path, lines=lines, start=start)
+        part: LogPart = await _call_on(node_id, read_log, path, lines=lines, start=start)
+        return part
     except (RayError, TimeoutError) as error:
         raise DeployError(f"{replica}: cannot read {path} on its node: {type(error).__name__}") from error
 
@@ -62,17 +48,14 @@ class RouterLogs:
             *(_unless_unavailable(_call_on(node, find_logs, log_dir, _ROUTER)) for node in nodes)
         )
         places = {path.name: (node, path) for node, paths in zip(nodes, found, strict=True) for path in paths or ()}
+        reading: dict[int, Awaitable[LogPart | None]] = {}
         # A name begins with the start time.
-        for name in sorted(places):
-            self._numbers.setdefault(name, len(self._numbers))
-        names = {self._numbers[name]: name for name in sorted(places)}
-        parts = await asyncio.gather(
-            *(
-                _unless_unavailable(read_there(*places[name], lines=lines, start=starts.get(i)))
-                for i, name in names.items()
-            )
-        )
-        return {number: part for number, part in zip(names, parts, strict=True) if part}
+        for name, (node, path) in sorted(places.items()):
+            number = self._numbers.setdefault(name, len(self._numbers))
+            answer = _call_on(node, read_log, path, lines=lines, start=starts.get(number))
+            reading[number] = _unless_unavailable(answer)
+        parts = await asyncio.gather(*reading.values())
+        return {number: part for number, part in zip(reading, parts, strict=True) if part}
 
 
 async def _call_on(node_id: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

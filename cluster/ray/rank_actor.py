@@ -17,7 +17,7 @@ from cluster.ray.controller_call import open_tls_credentials
 from core.identity.credentials import Renewal
 from core.identity.process_name import ProcessName
 from core.process.interpreter import spare_the_old, take_short_turns
-from core.process.log import LogPart, log_path, read_log, redirect_output
+from core.process.log import log_path, redirect_output
 from core.types.launch import Launch
 from core.types.rank_api import Binding, Progress, Rank, RankStatus
 
@@ -97,10 +97,6 @@ class RankActor:
     def stop(self) -> None:
         if self._rank is not None:
             self._rank.stop()
-
-    def read_log(self, lines: int, start: int | None = None) -> LogPart:
-        path = log_path(self._launch.log_dir, self._name.replica, self._name.rank)
-        return read_log(path, lines=lines, start=start)
 
     def _make(self, import_path: str, launch: Launch, name: ProcessName) -> Rank:
         module, _, function = import_path.partition(":")

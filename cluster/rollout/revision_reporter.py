@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 
 from redis.exceptions import RedisError
@@ -64,11 +65,9 @@ class RevisionReporter:
                 self._reach.missed(error)
             except (ValueError, TypeError, KeyError) as error:
                 logger.error("unreadable revision counts error=%s", error)
-            try:
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_PUBLISH_S):
                     await self._changed.wait()
-            except TimeoutError:
-                pass
 
     async def _publish(self) -> None:
         table = self.table

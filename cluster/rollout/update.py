@@ -10,14 +10,15 @@ The remaining work of a phase follows from the running replicas (update_plan), s
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
+
+import msgspec
 
 from core.spec.loader import parse_spec
 from core.spec.schema import Spec
 from core.types.errors import SpecError
-from core.types.json_records import known_fields
 from core.types.request import Role
 
 
@@ -73,18 +74,9 @@ class Update:
     # Reason of the rollback.
     reason: str = ""
 
-    def returning(self, reason: str) -> Update:
-        return replace(self, phase=Phase.RETURNING, reason=reason)
-
     def to_tree(self) -> dict[str, Any]:
         return asdict(self) | {"spec": self.spec.model_dump(mode="json"), "roles": sorted(self.roles)}
 
     @classmethod
     def from_tree(cls, tree: Mapping[str, Any]) -> Update:
-        read: dict[str, Any] = {
-            "spec": parse_spec(tree["spec"], origin="the stored update"),
-            "roles": frozenset(map(Role, tree["roles"])),
-            "options": UpdateOptions(**known_fields(UpdateOptions, tree["options"])),
-            "phase": Phase(tree["phase"]),
-        }
-        return cls(**known_fields(cls, tree) | read)
+        return msgspec.convert(tree, cls, dec_hook=lambda _, spec: parse_spec(spec, origin="the stored update"))

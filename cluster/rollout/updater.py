@@ -13,10 +13,10 @@ from dataclasses import replace
 from ray.exceptions import RayError
 
 from cluster.control.desired_state import Desired
-from cluster.control.placement import ResourceDemand, check_fit, check_room, live_nodes, share_out
-from cluster.control.pool import Goal, Member, ReplicaPool
-from cluster.control.replica import ReplicaState
-from cluster.control.report import RevisionReport, UpdateReport
+from cluster.control.placement import check_fit, check_room, live_nodes, pools_of, share_out
+from cluster.control.pool import Goal, ReplicaPool
+from cluster.control.replica import ReplicaState, RevisionReport, UpdateReport
+from cluster.control.replica_lifecycle import ReplicaLifecycle
 from cluster.rollout.revision_reporter import RevisionReporter
 from cluster.rollout.spec_diff import SpecChange, changes_of, check_possible, kind_of, tokens_of
 from cluster.rollout.update import Phase, Update, UpdateOptions
@@ -80,7 +80,7 @@ class Updater:
         if not roles:
             if not options.waits_for_nodes:
                 more = {role: spec.pool(role).replicas - desired.spec.pool(role).replicas for role in Role}
-                check_room(spec, more, is_draining=any(pools.num_draining for pools in self._pools.values()))
+                check_room(spec, more, is_draining=any(pool.has_draining for pool in self._pools.values()))
             desired.launch = replace(desired.launch, spec=spec)
         else:
             if not options.waits_for_nodes:
@@ -108,7 +108,7 @@ class Updater:
         if desired.update is None:
             raise SpecError("no update is under way")
         if desired.update.phase is not Phase.RETURNING:
-            desired.update = desired.update.returning(reason)
+            desired.update = replace(desired.update, phase=Phase.RETURNING, reason=reason)
             logger.warning("rolling back revision=%d reason=%s", desired.update.revision, reason)
             self._save()
 
@@ -196,7 +196,7 @@ class Updater:
         for role in update.roles:
             starts = self._pools[role].starts(update.revision)
             final = [failure for failure in starts.failures if failure["will_repeat"]]
-            if final or starts.backoff.rounds >= _FAILED_ROUNDS:
+            if final or starts.rounds >= _FAILED_ROUNDS:
                 return (final or starts.failures)[-1]["text"]
         counts, options = self._reporter.counts, update.options
         return problem_of(
@@ -212,8 +212,8 @@ class Updater:
         candidate_pools: dict[Role, PoolSpec] = {}
         lacking: dict[Role, int] = {}
         for role in update.roles:
-            old = _tally(self._pools[role].members_of(desired.makes[role])), desired.spec.pool(role)
-            new = _tally(self._pools[role].members_of(update.revision)), self._pool_now(update, role)
+            old = _tally(self._pools[role].lives_of(desired.makes[role])), desired.spec.pool(role)
+            new = _tally(self._pools[role].lives_of(update.revision)), self._pool_now(update, role)
             (leaving, before), (candidate, after) = (new, old) if update.phase is Phase.RETURNING else (old, new)
             view = RoleView(
                 leaving=leaving, candidate=candidate, leaving_target=before.replicas, candidate_target=after.replicas
@@ -252,11 +252,13 @@ class Updater:
         Raises DeployError.
         """
         nodes = live_nodes()
-        demands = [ResourceDemand(role, spec.pool(role), min(1, spec.pool(role).replicas)) for role in roles]
+        pools = pools_of(spec)
+        counts = {role: min(1, pools[role].replicas) for role in roles}
         try:
-            check_fit(demands, nodes)
+            check_fit(nodes, pools, counts)
         except DeployError as error:
-            check_fit(demands, [replace(node, available=node.total) for node in nodes])  # it never fits
+            # It never fits.
+            check_fit([replace(node, available=node.total) for node in nodes], pools, counts)
             alone = [role for role in roles if desired.spec.pool(role).replicas == 1]
             if alone:
                 raise DeployError(
@@ -279,21 +281,21 @@ class Updater:
     def _revision(
         self, number: int, spec: Spec, makes: Mapping[Role, int], share: float, *, takes_more: bool
     ) -> Revision:
-        members = [member for role in Role for member in self._pools[role].members_of(makes[role])]
+        lives = [life for role in Role for life in self._pools[role].lives_of(makes[role])]
         return Revision(
             number=number,
             share=share,
             takes_more=takes_more,
             tokens=tokens_of(spec),
             kind=kind_of(spec),
-            replicas=frozenset(member.life.view.id for member in members),
+            replicas=frozenset(life.view.id for life in lives),
         )
 
     def _step_in_words(self, desired: Desired, update: Update) -> str:
         parts = []
         for role in sorted(update.roles):
             makes = desired.makes[role], update.revision
-            old, new = (_tally(self._pools[role].members_of(make)) for make in makes)
+            old, new = (_tally(self._pools[role].lives_of(make)) for make in makes)
             parts.append(
                 f"{role} {old.staying} old, {new.ready} of {update.spec.pool(role).replicas} new"
                 + (f", {old.draining + new.draining} draining" if old.draining + new.draining else "")
@@ -331,9 +333,9 @@ def _by_age(update: Update, targets: TargetSizes) -> tuple[int, int]:
     return (targets.candidate, targets.leaving) if is_back else (targets.leaving, targets.candidate)
 
 
-def _tally(members: Iterable[Member]) -> ReplicaCount:
+def _tally(lives: Iterable[ReplicaLifecycle]) -> ReplicaCount:
     now, counts = time.monotonic(), dict.fromkeys(("ready", "starting", "pending", "draining"), 0)
-    for life in (member.life for member in members):
+    for life in lives:
         state, since = life.view.state, life.serving_since
         is_seen = life.is_adopted or (since is not None and now - since >= _SEEN_S)
         if state is ReplicaState.DRAINING:

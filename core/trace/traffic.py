@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from core.model.kv_memory import AnnouncedPool
-from core.types.json_records import known_fields
 from core.types.request import Role
 from core.types.step_timing import StepTiming
 
@@ -70,8 +71,7 @@ class ReplicaReport(AnnouncedPool):
     @classmethod
     def of(cls, tree: Mapping[str, Any]) -> ReplicaReport:
         """Parse the asdict form of any version."""
-        timing = tree["timing"] and StepTiming(**known_fields(StepTiming, tree["timing"]))
-        return cls(**{**known_fields(cls, tree), "role": Role(tree["role"]), "timing": timing})
+        return msgspec.convert(tree, cls)
 
 
 @dataclass(frozen=True, kw_only=True)

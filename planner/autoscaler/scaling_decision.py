@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from core.types.json_records import known_fields
+import msgspec
+
 from planner.autoscaler.pool_sizes import PoolSizes, ScaleMoves
 
 Mode = Literal["simulator", "saturation", "limits", "idle", "waiting"]
@@ -32,11 +33,6 @@ class Prediction:
     def expected_share(self) -> float:
         """Share of good requests over the lifetime of a decision."""
         return self.good_share if self.lasting_share is None else self.lasting_share
-
-    @classmethod
-    def of(cls, tree: Mapping[str, Any]) -> Prediction:
-        """Read the output of `asdict`, ignoring fields of newer versions."""
-        return cls(**{**known_fields(cls, tree), "sizes": PoolSizes(*tree["sizes"])})
 
     def __str__(self) -> str:
         more = f" at {self.load:.0%} of the load" if self.load != 1 else ""
@@ -67,14 +63,16 @@ class ScalingDecision:
     def is_change(self) -> bool:
         return self.after != self.before
 
+    @property
+    def sizes(self) -> str:
+        """Sizes before and after a change, or the sizes that stay."""
+        return f"{self.before} -> {self.after}" if self.is_change else str(self.after)
+
     def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "before": list(self.before), "after": list(self.after)}
+        tree: dict[str, Any] = msgspec.to_builtins(self)
+        return tree
 
     @classmethod
     def of(cls, tree: Mapping[str, Any]) -> ScalingDecision:
         """Read the output of `as_dict`, ignoring fields of newer versions."""
-        tried = tuple(Prediction.of(one) for one in tree["tried"])
-        read = {"before": PoolSizes(*tree["before"]), "after": PoolSizes(*tree["after"]), "tried": tried}
-        return cls(
-            **{**known_fields(cls, tree), **read, "moves": ScaleMoves(**known_fields(ScaleMoves, tree["moves"]))}
-        )
+        return msgspec.convert(tree, cls)

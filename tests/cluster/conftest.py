@@ -25,7 +25,11 @@ def ray_store(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], bytes]:
     def put(space: str, key: str, text: str) -> None:
         stored[space, key] = text.encode()
 
+    def put_new(space: str, key: str, text: str) -> bool:
+        return stored.setdefault((space, key), new := text.encode()) is new
+
     monkeypatch.setattr(store, "put", put)
+    monkeypatch.setattr(store, "put_new", put_new)
     monkeypatch.setattr(store, "get", lambda space, key: stored.get((space, key)))
     monkeypatch.setattr(store, "keys_in", lambda space: sorted(key for other, key in stored if other == space))
     monkeypatch.setattr(store, "delete", lambda space, key: stored.pop((space, key), None))

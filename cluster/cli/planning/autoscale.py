@@ -172,8 +172,7 @@ def _availability(report: dict[str, Any]) -> str:
 def _line(decision: ScalingDecision) -> str:
     when = _when(decision.time_s)
     good = f"{decision.measured['good_share']:.0%}" if decision.measured else "-"
-    sizes = f"{decision.before} -> {decision.after}" if decision.is_change else f"{decision.before}"
-    return f"{when}  #{decision.number}  {good} good  {sizes}  {decision.reason}"
+    return f"{when}  #{decision.number}  {good} good  {decision.sizes}  {decision.reason}"
 
 
 def _when(time_s: float) -> str:

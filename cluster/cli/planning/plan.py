@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cluster.cli.console import columns, say
-from cluster.cli.options import AsJson, HostTokens, MaxRequests, Name, ProfileName, Speedup
-from cluster.cli.planning.draft_options import DraftPass, DraftsOption, draft_lines, lines_table
+from cluster.cli.options import AsJson, DraftPass, Drafts, HostTokens, MaxRequests, Name, ProfileName, Speedup
 from cluster.cli.planning.memory import formats_report, memory_report, memory_table
 from cluster.cli.planning.simulate import open_profile, running_deployment, times_note
 from core.trace.trace import read_trace
@@ -20,8 +19,11 @@ from core.types.errors import SpecError
 if TYPE_CHECKING:
     from core.spec.schema import Spec
     from planner.simulator.plan import Candidate, CapacityPlan
+    from planner.simulator.profile import Profile
 
 _NO_SPEC = "1P1D"
+# Decoding sequences for which --speculation shows figures.
+_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 def plan(
@@ -35,7 +37,7 @@ def plan(
     host_tokens: HostTokens = 0,
     speedup: Speedup = 1.0,
     profile: ProfileName = None,
-    drafts: DraftsOption = None,
+    drafts: Drafts = None,
     draft_pass_ms: DraftPass = 0.0,
     name: Name = None,
     spec: Annotated[
@@ -81,8 +83,8 @@ def plan(
         return
     if speculation:
         times = open_profile(profile, drafts, draft_pass_ms)
-        lines = draft_lines(times, context=context)
-        print(json.dumps(lines, indent=1) if as_json else f"{lines_table(lines)}\n{times_note(times)}")
+        lines = _draft_lines(times, context=context)
+        print(json.dumps(lines, indent=1) if as_json else f"{_draft_table(lines)}\n{times_note(times)}")
         return
     if trace is None:
         raise SpecError("give --trace, --memory, --formats or --speculation")
@@ -196,3 +198,43 @@ def _name(c: Candidate) -> str:
     if c.is_colocated:
         return f"{c.topology} (threads {c.decode_threads}, chunks {c.decode_batch_tokens})"
     return f"{c.topology} (threads {c.prefill_threads} + {c.decode_threads})"
+
+
+def _draft_lines(profile: Profile, *, context: int) -> list[dict[str, Any]]:
+    """Return figures for increasing numbers of rows: without drafts, with the best draft length, with the longest.
+
+    Raises SpecError.
+    """
+    from planner.simulator.drafts import draft_table
+
+    if (drafts := profile.drafts) is None:
+        raise SpecError("give acceptance rates with --drafts, or a --profile that has them")
+    lines = []
+    for rows in _ROWS:
+        table = draft_table(profile.decode_timing(), drafts, rows, context=context)
+        plain, best, longest = table[0], max(table, key=lambda line: line.tokens_per_s), table[-1]
+        lines.append(
+            {
+                "rows": rows,
+                "tokens_per_s": plain.tokens_per_s,
+                "length": best.length,
+                "tokens_per_row": best.tokens_per_row,
+                "step_ms": best.step_s * 1e3,
+                "drafting_tokens_per_s": best.tokens_per_s,
+                "speedup": best.tokens_per_s / plain.tokens_per_s,
+                "longest_speedup": longest.tokens_per_s / plain.tokens_per_s,
+                "pays_above": plain.floor,
+            }
+        )
+    return lines
+
+
+def _draft_table(lines: list[dict[str, Any]]) -> str:
+    """Format the figures. PAYS ABOVE is the acceptance rate from which a drafted token pays."""
+    rows = [["ROWS", "TOKENS/S", "DRAFT", "TOKENS/STEP", "STEP ms", "TOKENS/S", "SPEED-UP", "LONGEST", "PAYS ABOVE"]]
+    for line in lines:
+        step = [f"{line[key]:.2f}" for key in ("tokens_per_row", "step_ms")]
+        gains = [f"{line[key]:.2f}" for key in ("speedup", "longest_speedup", "pays_above")]
+        plain, drafting = (f"{line[key]:,.0f}" for key in ("tokens_per_s", "drafting_tokens_per_s"))
+        rows.append([str(line["rows"]), plain, str(line["length"] or "-"), *step, drafting, *gains])
+    return columns(rows)

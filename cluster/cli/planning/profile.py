@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cluster.cli import options
-from cluster.cli.connection import access_to, ask_routers_of, find_state
+from cluster.cli.connection import ask_routers_of, open_access
 from cluster.cli.console import columns, say
 from core.types.errors import ClusterError, SpecError
 from core.types.request import Role
@@ -192,10 +192,9 @@ def _router(
     """Return the HTTP endpoint of a router, the access to it, and the replicas as that router shows them."""
     if (endpoint is None) != (admin is None):
         raise SpecError("--endpoint and --admin: give both, of the same router")
-    state = None if endpoint else find_state(name)
+    state, access = open_access(name, endpoint, api_key)
     answers = ask_routers_of(name, admin, "/debug/view")
-    http = endpoint or (state.http if state else "")
-    return http, access_to(state, api_key), answers[0].json().get("replicas", [])
+    return endpoint or (state.http if state else ""), access, answers[0].json().get("replicas", [])
 
 
 async def _first_token_s(http: str, access: EndpointAccess) -> float:

@@ -8,15 +8,28 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cluster.cli.connection import ask, find_state, join_controller
+from cluster.cli.connection import find_state, learned_by
 from cluster.cli.console import columns
-from cluster.cli.options import AsJson, HostTokens, MaxRequests, Name, ProfileName, Scale, SloItl, SloTtft, Speedup
-from cluster.cli.planning.draft_options import DraftPass, DraftsOption, with_drafts
+from cluster.cli.options import (
+    AsJson,
+    DraftPass,
+    Drafts,
+    HostTokens,
+    MaxRequests,
+    Name,
+    ProfileName,
+    Scale,
+    SloItl,
+    SloTtft,
+    Speedup,
+)
 from core.trace.trace import read_trace
 from core.types.errors import ClusterError, NotDeployed, SpecError
 
 if TYPE_CHECKING:
     from planner.simulator.profile import Profile
+
+_MAX_DRAFT_TOKENS = 64
 
 
 def simulate(
@@ -37,7 +50,7 @@ def simulate(
     slo_ttft_ms: SloTtft = None,
     slo_itl_ms: SloItl = None,
     profile: ProfileName = None,
-    drafts: DraftsOption = None,
+    drafts: Drafts = None,
     draft_pass_ms: DraftPass = 0.0,
     max_requests: MaxRequests = None,
     name: Name = None,
@@ -78,10 +91,32 @@ def simulate(
 
 def open_profile(given: str | Profile | None, drafts: str | None = None, draft_pass_ms: float = 0.0) -> Profile:
     """Return a profile, loaded if `given` is a name, with the options of drafts. Raises SpecError."""
-    from planner.simulator.profile import DEFAULT, Profile, load_profile
+    from planner.simulator import profile as profiles
 
-    known = given if isinstance(given, Profile) else load_profile(given or DEFAULT)
-    return with_drafts(known, drafts, draft_pass_ms)
+    profile = given if isinstance(given, profiles.Profile) else profiles.load_profile(given or profiles.DEFAULT)
+    if drafts is None:
+        if draft_pass_ms:
+            raise SpecError("--draft-pass-ms needs --drafts with the acceptance rates")
+        return profile
+    if drafts == "off":
+        return profile.model_copy(update={"drafts": None})
+    given_drafts = profiles.Drafts(accepted=_acceptance_rates(drafts), ask_place_s=draft_pass_ms / 1e3)
+    return profile.model_copy(update={"drafts": given_drafts})
+
+
+def _acceptance_rates(text: str) -> list[float]:
+    """Parse the acceptance rate of each position."""
+    wrong = SpecError(
+        f"--drafts {text}: write rates from 0 to 1 for up to {_MAX_DRAFT_TOKENS} positions: 0.8,0.7 or 0.75x8"
+    )
+    each, times, count = text.partition("x")
+    try:
+        shares = [float(share) for share in each.split(",")] * (int(count) if times else 1)
+    except ValueError:
+        raise wrong from None
+    if not (0 < len(shares) <= _MAX_DRAFT_TOKENS and all(0 <= share <= 1 for share in shares)):
+        raise wrong
+    return shares
 
 
 def times_note(profile: Profile) -> str:
@@ -103,14 +138,11 @@ def running_deployment(name: str | None) -> tuple[dict[str, Any], Profile] | Non
         if name is not None:
             raise
         return None
-    controller = join_controller(state)
+    spec, replicas = learned_by(state)
     from core.process.ports import is_chosen
-    from core.spec.schema import AutoscaleSpec, Spec
-    from core.trace.traffic import ReplicaReport
+    from core.spec.schema import AutoscaleSpec
     from planner.autoscaler.live import fleets_of
 
-    spec = Spec.model_validate(ask(controller, "status")["spec"])
-    replicas = [ReplicaReport.of(tree) for tree in ask(controller, "autoscaling")["replicas"]]
     try:
         profile = fleets_of(spec, AutoscaleSpec(), replicas).profile
     except ClusterError as error:

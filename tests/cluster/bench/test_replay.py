@@ -11,6 +11,7 @@ from cluster.bench.endpoints import ReportedUsage
 from cluster.bench.replay import Answered, replay, summary
 from core.trace.statistics import spread
 from core.trace.trace import TraceRequest
+from core.trace.traffic import Slo
 from core.types.errors import RequestFailed
 
 
@@ -44,7 +45,7 @@ async def test_requests_are_sent_at_their_times_regardless_of_answers() -> None:
     assert len(ended) == 3 and ended[0] is found[1]
     # Due at 0, answered when the third request arrived.
     assert found[0].ttft_s >= 0.02 > 0
-    report = summary(found, slo_ttft_s=None, slo_itl_s=None)
+    report = summary(found, Slo())
     assert (report["completed"], report["failed"], report["reuse_share"]) == (2, 1, 0.5)
     assert report["errors"] == {"too short": 1} and report["output_tokens"] == 10
     assert report["good_share"] == pytest.approx(2 / 3)
@@ -56,7 +57,7 @@ def test_tokens_that_arrive_together_share_the_gap() -> None:
         answered.add_tokens(now, count)
     answered.usage = ReportedUsage(prompt_tokens=8, cached_tokens=0)
     assert (answered.ttft_s, answered.mean_itl_s, answered.e2e_s) == (1.0, 0.5, 2.5)
-    report = summary([answered], slo_ttft_s=0.9, slo_itl_s=None)
+    report = summary([answered], Slo(ttft_s=0.9))
     assert report["itl_ms"]["mean"] == pytest.approx(500) and report["good_share"] == 0
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cluster.cli.batch_files import open_output, parse_line, record, scan
+from cluster.cli.batch_files import open_output, parse_line, record
 from core.types.errors import SpecError
 
 LINE: dict[str, Any] = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}
@@ -34,15 +33,6 @@ LINE: dict[str, Any] = {"custom_id": "a", "method": "POST", "url": "/v1/completi
 def test_malformed_line_is_rejected(line: bytes | dict[str, Any], error: str) -> None:
     with pytest.raises(ValueError, match=error):
         parse_line(line if isinstance(line, bytes) else json.dumps(line).encode())
-
-
-def test_scan_skips_blank_lines_and_rejects_duplicates() -> None:
-    first, second = json.dumps(LINE), json.dumps(LINE | {"custom_id": "b"})
-    content = f"{first}\n\n{second}\n{first}\nhello\n{second}".encode()
-    found = list(scan(io.BytesIO(content)))
-    assert [number for number, _ in found] == [1, 3, 4, 5, 6]
-    assert [str(what) for _, what in found[:3]] == ["a", "b", "custom_id: 'a' is a duplicate of line 1"]
-    assert "not JSON" in str(found[3][1]) and "duplicate of line 3" in str(found[4][1])
 
 
 def test_truncated_output_keeps_complete_lines(tmp_path: Path) -> None:

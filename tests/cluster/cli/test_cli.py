@@ -73,7 +73,7 @@ def test_user_error_is_one_line_and_exit_code_2(
     outcome = cluster.run(*arguments, *(ports() if may_choose else []))
     assert outcome.code == 2 and outcome.out == ""
     assert error in outcome.err and outcome.err.startswith("cluster: ") and outcome.err.count("\n") == 1
-    assert not state_root.exists() or {path.name for path in state_root.iterdir()} <= {"commands.jsonl"}
+    assert not state_root.exists() or {path.name for path in state_root.iterdir()} <= {"commands.jsonl", "cluster.lock"}
 
 
 def test_nothing_deployed(cluster: CommandInProcess) -> None:

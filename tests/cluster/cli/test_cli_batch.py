@@ -96,16 +96,16 @@ async def test_answers_failures_and_malformed_lines(
     server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = line("c", url=_MESSAGES)
-    file = write_lines(tmp_path / "in.jsonl", line("a"), "hello", line("b", temperature=1000), other, line("a"))
+    file = write_lines(tmp_path / "in.jsonl", line("a"), "", "hello", line("b", temperature=1000), other, line("a"))
     out, errors = tmp_path / "out.jsonl", tmp_path / "out.errors.jsonl"
     assert await run_batch(file, "-o", out, "--url", f"{server.url}/v1") == 1
     printed = capsys.readouterr()
     assert printed.out == f"2 answers in {out} (0 of them from an earlier run)\n3 lines failed; see {errors}\n"
     messages = printed.err.splitlines()
     assert len(messages) == 3
-    assert messages[0].startswith(f"{file}:2: not JSON: ")
-    assert messages[1] == f"{file}:5: custom_id: 'a' is a duplicate of line 1"
-    assert messages[2].startswith(f"{file}:3: custom_id 'b': 400 temperature: ")
+    assert messages[0].startswith(f"{file}:3: not JSON: ")
+    assert messages[1] == f"{file}:6: custom_id: 'a' is a duplicate of line 1"
+    assert messages[2].startswith(f"{file}:4: custom_id 'b': 400 temperature: ")
     answers = {one["custom_id"]: one for one in read_lines(out)}
     assert answers.keys() == {"a", "c"} and answers["a"]["error"] is None
     chat, message = (answers[name]["response"] for name in "ac")

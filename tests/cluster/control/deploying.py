@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from cluster.rollout.spec_diff import updated
+from cluster.rollout.update import UpdateOptions
 from core.identity.deployment_secrets import DeploymentSecrets
 from core.spec.loader import parse_spec
 from core.types.launch import Launch
@@ -41,14 +43,13 @@ class Deployment:
         self.name = f"t{uuid.uuid4().hex[:8]}"
         self.log_dir = log_dir
         self.controller = start_controller(self.name)
-        arguments = {"prefill": "FakeRank", "decode": "FakeRank"} | parts
-        self._parts = Parts(**{role: f"{fake_rank.__name__}:{name}" for role, name in arguments.items()})
-        self.apply(spec)
-
-    def apply(self, spec: dict[str, Any]) -> None:
-        named = parse_spec({"name": self.name, **spec})
-        launch = Launch(spec=named, log_dir=str(self.log_dir), credentials=self.credentials)
-        self.call("apply", launch, parts=self._parts)
+        ranks = {"prefill": "FakeRank", "decode": "FakeRank"} | parts
+        launch = Launch(
+            spec=parse_spec({"name": self.name, **spec}), log_dir=str(log_dir), credentials=self.credentials
+        )
+        self.call(
+            "apply", launch, parts=Parts(**{role: f"{fake_rank.__name__}:{name}" for role, name in ranks.items()})
+        )
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         from cluster.launch.driver import ask
@@ -72,6 +73,12 @@ class Deployment:
         except AssertionError:
             raise AssertionError(f"it never came to that; the pools: {pools}") from None
         return pools
+
+    def update(self, named: dict[str, Any], **options: Any) -> bool:
+        """Begin an update of the named keys. Returns False if it replaces no replica."""
+        new = updated(parse_spec(self.call("status")["spec"]), named, is_whole=False).model_dump(mode="json")
+        is_begun: bool = self.call("update", new, UpdateOptions(**options))
+        return is_begun
 
     def until_ready(self) -> dict[str, Any]:
         return self.until(is_settled)

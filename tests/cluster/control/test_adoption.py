@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ from ray.exceptions import RpcError
 from cluster.control import controller, replica_lifecycle
 from cluster.control.controller import Controller
 from cluster.control.desired_state import Desired
-from cluster.control.replica import ReplicaState, ReplicaStatus, role_of
-from core.types.errors import DeployError, RankUnreachable
+from cluster.control.replica import ReplicaState
+from cluster.control.replica_lifecycle import ReplicaLifecycle
+from core.trace.traffic import SeenRequest, TrafficReport
+from core.types.errors import DeployError, RankUnreachable, SpecError
 from tests.cluster.deployments import make_desired
 
 Start = Callable[..., Any]
@@ -68,12 +71,8 @@ async def test_temporarily_unreachable_replica_is_adopted(
 ) -> None:
     """Hosts do not come back all at once when the controller's host has rebooted."""
 
-    class Timeline:
-        home = serving_since = None
+    class Timeline(ReplicaLifecycle):
         num_tries = 0
-
-        def __init__(self, replica: str, desired: Desired) -> None:
-            self.view = ReplicaStatus(id=replica, role=role_of(replica))
 
         async def adopt(self) -> None:
             self.num_tries += 1
@@ -92,14 +91,32 @@ async def test_temporarily_unreachable_replica_is_adopted(
     await starting.stop()
 
 
-async def test_capture_file_is_removed_with_its_controller(start: Start, tmp_path: Path) -> None:
+async def test_single_capture_whose_file_is_removed_with_its_controller(start: Start, tmp_path: Path) -> None:
     """Its salt is lost with the controller process, and the capture belongs to the deployment."""
     desired = make_desired({"prefill": {"replicas": 0}, "decode": {"replicas": 0}}, log_dir=str(tmp_path / "logs"))
     file = tmp_path / "audit_log" / "capture.jsonl"
     file.parent.mkdir()
     file.write_text("of the life before")
-    starting = await start(desired)
+    starting: Controller = await start(desired)
     assert not file.exists()
+    with pytest.raises(SpecError, match="no capture"):
+        await starting.read_capture(0, 1)
+
+    async def note(number: int) -> None:
+        seen = SeenRequest(arrival_s=0.0, num_tokens=150, ids=(11,), num_output=7)
+        await starting.note_traffic(TrafficReport(router="a", arrived={number: seen}, changed={}, num_lost=0))
+
+    await starting.start_capture(max_bytes=10_000)
+    with pytest.raises(SpecError, match="under way"):
+        await starting.start_capture(max_bytes=10_000)
+    await note(0)
+    report = await starting.capture()
+    assert report and report["requests"] == 1
+    [line] = (await starting.read_capture(0, 10_000)).splitlines()
+    assert json.loads(line)["output_length"] == 7
+    await starting.stop_capture()
+    assert await starting.capture() is None and not file.exists()
+    await note(1)
     await starting.start_capture(max_bytes=1000)
     assert file.exists()
     await starting.stop()

@@ -252,12 +252,3 @@ def test_pending_replica_reports_what_it_waits_for_and_stop_leaves_nothing(deplo
     await_death(pids(pools["decode"]))
     groups = ray.util.placement_group_table().values()
     assert not [g for g in groups if g["name"].startswith(f"xpyd-{deployment.name}/") and g["state"] != "REMOVED"]
-
-
-def test_shared_settings_cannot_change(deploy: Deploy) -> None:
-    deployment = deploy(SMALL)
-    deployment.until_ready()
-    with pytest.raises(SpecError, match="model: cannot change while deployed"):
-        deployment.apply({**SMALL, "model": {"dtype": "float32"}})
-    deployment.apply({**SMALL, "decode": {"replicas": 2}})
-    assert ids(deployment.until_ready()["decode"]) == ["decode-0", "decode-1"]

@@ -16,7 +16,7 @@ from cluster.control.desired_state import Desired
 from cluster.control.gang import Gang
 from cluster.control.placement import Node
 from cluster.control.pool import Goal, ReplicaPool
-from cluster.control.replica import ReplicaStatus, role_of
+from cluster.control.replica_lifecycle import ReplicaLifecycle
 from core.types.errors import ReplicaFailed
 from core.types.request import Role
 from tests.cluster.deployments import make_desired
@@ -46,20 +46,17 @@ async def test_pool_remembers_failed_starts_while_a_replica_is_missing(monkeypat
     """Also if other replicas have served for long."""
     seen_failures: list[Mapping[str, int]] = []
 
-    class Timeline:
-        home = None
-
+    class Timeline(ReplicaLifecycle):
         def __init__(self, replica: str, desired: Desired, *, failures: Mapping[str, int]) -> None:
+            super().__init__(replica, desired, failures=failures)
             seen_failures.append(failures)
-            self.view = ReplicaStatus(id=replica, role=role_of(replica), node="host-a")
-            self.serving_since: float | None = None if seen_failures[1:] else 0.0
+            self.view.node = "host-a"
+            self.serving_since = None if seen_failures[1:] else 0.0
 
         async def live(self) -> None:
             if self.serving_since is None:
                 raise ReplicaFailed("its disk is full")
             await asyncio.Event().wait()
-
-        def leave(self, successor: object = None) -> None: ...
 
     # Each reading of the clock is much later.
     now = itertools.count(1000.0, 100.0)

@@ -74,6 +74,15 @@ async def test_counters_of_revoked_keys_are_deleted_after_a_restart(keep: Keep, 
     client.close()
 
 
+async def test_registry_that_redis_lost_is_published_again(keep: Keep, redis_url: str) -> None:
+    keeper = keep(redis_url)
+    await keeper.add(new_key("a", new_secret()))
+    with redis.Redis.from_url(redis_url) as client:
+        client.flushall()
+        await becomes(lambda: client.hexists("kept:keys", "book"))
+        assert KeyRegistry.from_json(client.hget("kept:keys", "book")) == keeper.registry  # type: ignore[arg-type]
+
+
 async def test_revoke_is_idempotent(keep: Keep, redis_url: str) -> None:
     """Ray repeats a call whose answer was lost when the controller died."""
     key, other = new_key("a", new_secret()), new_key("b", new_secret())

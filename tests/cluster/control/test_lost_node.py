@@ -12,7 +12,8 @@ from tests.support.ray_fixtures import NODE
 _SPARE = {"labels": {"pool": "spare"}}
 _SPEC = {
     "model": {"source": "none"},
-    "prefill": {"resources": {"cpus": 0.1}},
+    # Not on the node that is lost.
+    "prefill": {"resources": {"cpus": 0.1}, "labels": {"pool": "prefill"}},
     "decode": {"replicas": 2, "resources": {"cpus": 0.1}, **_SPARE},
 }
 

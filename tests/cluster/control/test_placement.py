@@ -6,7 +6,6 @@ import pytest
 
 from cluster.control.placement import (
     Node,
-    ResourceDemand,
     bundle,
     check_fit,
     matches,
@@ -31,9 +30,12 @@ def pool(*, tensor_parallel: int = 1, labels: dict[str, str] | None = None, **re
     )
 
 
-def check(count: int, pool: PoolSpec, nodes: list[Node], *, decode: ResourceDemand | None = None) -> None:
-    """Check that these prefill replicas fit."""
-    check_fit([ResourceDemand(Role.PREFILL, pool, count), *([decode] if decode else [])], nodes)
+def check(
+    count: int, prefill: PoolSpec, nodes: list[Node], *, num_decode: int = 0, decode: PoolSpec | None = None
+) -> None:
+    """Check that these replicas fit."""
+    pools = {Role.PREFILL: prefill, Role.DECODE: decode or pool()}
+    check_fit(nodes, pools, {Role.PREFILL: count, Role.DECODE: num_decode})
 
 
 def test_bundle_has_only_needed_resources() -> None:
@@ -70,9 +72,9 @@ def test_replicas_do_not_share_resources() -> None:
 
 def test_pools_compete_and_the_one_with_fewer_candidates_is_placed_first() -> None:
     nodes = [node("plain", CPU=1), node("labelled", labels={"pool": "decode"}, CPU=2)]
-    check(2, pool(), nodes, decode=ResourceDemand(Role.DECODE, pool(labels={"pool": "decode"}), 1))
+    check(2, pool(), nodes, num_decode=1, decode=pool(labels={"pool": "decode"}))
     with pytest.raises(DeployError, match=r"^decode: room for 1 of 2 replicas"):
-        check(1, pool(), [node("a", CPU=2)], decode=ResourceDemand(Role.DECODE, pool(), 2))
+        check(1, pool(), [node("a", CPU=2)], num_decode=2)
 
 
 def test_replica_that_no_node_can_take_is_explained() -> None:

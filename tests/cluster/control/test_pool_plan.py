@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from cluster.control.pool_plan import Backoff, PoolPlan, plan_pool, plan_switches
+from cluster.control.pool_plan import PoolPlan, StartHistory, plan_pool, plan_switches
 from cluster.control.replica import ReplicaState, ReplicaStatus
 from core.types.request import Role
 
 
 def replica(number: int, state: str = "ready", *, role: Role = Role.DECODE, running: int = 0) -> ReplicaStatus:
-    return ReplicaStatus(id=f"{role}-{number}", role=role, state=ReplicaState(state), running=running)
+    return ReplicaStatus(id=f"{role}-{number}", state=ReplicaState(state), running=running)
 
 
 def test_missing_replicas_are_started() -> None:
@@ -30,9 +30,9 @@ def test_least_useful_replicas_are_retired() -> None:
 
 
 def test_backoff_doubles_up_to_a_minute() -> None:
-    backoff, now, waits = Backoff(), 0.0, []
+    backoff, now, waits = StartHistory(), 0.0, []
     while not backoff.has_given_up:
-        backoff.failed(started_at=now, now=now)
+        backoff.start_failed(started_at=now, now=now)
         assert not backoff.allows(now)
         waits.append(backoff.retry_at - now)
         now = backoff.retry_at
@@ -43,11 +43,11 @@ def test_backoff_doubles_up_to_a_minute() -> None:
 
 
 def test_joint_failures_count_as_one_round() -> None:
-    backoff = Backoff()
+    backoff = StartHistory()
     for now in (5.0, 5.1, 5.2):
-        backoff.failed(started_at=0.0, now=now)
+        backoff.start_failed(started_at=0.0, now=now)
     assert backoff.rounds == 1
-    backoff.failed(started_at=6.0, now=7.0)
+    backoff.start_failed(started_at=6.0, now=7.0)
     assert backoff.rounds == 2
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from core.types.errors import SpecError
 from tests.cluster.control.deploying import Deploy, ids, is_settled
+from tests.support.waiting import until
 
 
 def pids(pools: dict[str, Any]) -> dict[str, int]:
@@ -49,9 +50,8 @@ def test_replica_switches_and_returns_with_its_processes(deploy: Deploy) -> None
 
 
 def test_interrupted_switch_is_repaired(deploy: Deploy) -> None:
-    spec = {"prefill": {"replicas": 1}, "decode": {"replicas": 3}}
-    deployment = deploy(spec, decode="slow_drain")
-    before = pids(deployment.until_ready())
+    deployment = deploy({"prefill": {"replicas": 1}, "decode": {"replicas": 3}}, decode="slow_drain")
+    first = pids(deployment.until_ready())
     deployment.call("switch", "decode-2")
     waiting = deployment.until(lambda pools: pools["prefill"]["replicas"][-1]["stage"])
     assert waiting["prefill"]["replicas"][-1]["stage"] == "waits for decode-2 to drain"
@@ -60,19 +60,22 @@ def test_interrupted_switch_is_repaired(deploy: Deploy) -> None:
     deployment.until(lambda pools: ids(pools["prefill"]) == ["prefill-0", "prefill-1"])
     assert deployment.call("switch", "decode-2") == "prefill-1", "a repeated call returns the same id"
     (deployment.log_dir / "decode-2.finished").touch()
-    assert pids(deployment.until_ready())["prefill-1"] == before["decode-2"]
+    assert pids(deployment.until_ready())["prefill-1"] == first["decode-2"]
 
     # It is lost: another one starts in its new role.
     deployment.call("switch", "decode-1")
     deployment.until(lambda pools: ids(pools["prefill"])[-1] == "prefill-2")
-    os.kill(before["decode-1"], signal.SIGKILL)
+    os.kill(first["decode-1"], signal.SIGKILL)
     after = deployment.until_ready()
     assert ids(after["prefill"]) == ["prefill-0", "prefill-1", "prefill-2"] and ids(after["decode"]) == ["decode-0"]
-    assert pids(after)["prefill-2"] != before["decode-1"] and after["prefill"]["replicas"][2]["was"] == ""
+    assert pids(after)["prefill-2"] != first["decode-1"] and after["prefill"]["replicas"][2]["was"] == ""
 
-    deployment.apply({**spec, "prefill": {"replicas": 3, "kv_memory_gib": 2}, "decode": {"replicas": 1}})
-    with pytest.raises(SpecError, match=r"prefill-1 cannot switch to decode in place: the pools differ in kv_m"):
-        deployment.call("switch", "prefill-1")
+    deployment.update({"prefill": {"kv_memory_gib": 2}}, waits_for_nodes=True)
+    until(lambda: deployment.call("status")["revision"]["update"] is None, look_s=0.1)
+    before = deployment.until_ready()
+    with pytest.raises(SpecError, match=r"cannot switch to decode in place: the pools differ in kv_m"):
+        deployment.call("switch", ids(before["prefill"])[0])
     deployment.call("scale", {"prefill": 2, "decode": 2})
-    assert "prefill-2" not in ids(deployment.until_ready()["prefill"]), "it was replaced"
-    assert pids(deployment.until_ready())["decode-3"] != pids(after)["prefill-2"]
+    after = deployment.until_ready()
+    assert len(ids(after["prefill"])) == 2 and ids(after["decode"])[0] == "decode-0"
+    assert {*pids(after).values()} - {*pids(before).values()} == {pids(after)[ids(after["decode"])[1]]}, "it is new"

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster.control.traffic import CurrentCapture, TrafficCapture, TrafficLog
+from cluster.control.traffic import TrafficCapture, TrafficLog
 from core.trace.trace import read_trace
 from core.trace.traffic import SeenRequest, TrafficReport
-from core.types.errors import SpecError
 
 
 def _seen(ago_s: float, *, num_tokens: int = 150, ids: tuple[int, ...] = (11, 12, 13), **more: object) -> SeenRequest:
@@ -85,25 +84,6 @@ def test_capture_ends_at_its_size_limit(tmp_path: Path) -> None:
     report = capture.report(111.0)
     assert report["is_full"] and capture.path.stat().st_size == report["bytes"] <= 1000
     assert report["requests"] == len(capture.path.read_text().splitlines()) > 1
-
-
-def test_single_capture_whose_file_is_deleted(tmp_path: Path) -> None:
-    book = TrafficLog()
-    current = CurrentCapture(book)
-    with pytest.raises(SpecError, match="no capture"):
-        current.read(0, 1)
-    current.start(str(tmp_path / "logs"), max_bytes=10_000)
-    with pytest.raises(SpecError, match="under way"):
-        current.start(str(tmp_path / "logs"), max_bytes=10_000)
-    book.note(_report("a", {0: _seen(0.0, num_output=7)}))
-    report = current.report()
-    assert report and report["requests"] == 1
-    [line] = current.read(0, 10_000).splitlines()
-    assert json.loads(line)["output_length"] == 7
-    current.stop()
-    assert current.report() is None and not list((tmp_path / "audit_log").iterdir())
-    # No capture is running.
-    book.note(_report("a", {1: _seen(0.0, num_output=7)}))
 
 
 def test_full_disk_ends_only_the_capture(tmp_path: Path, files_end: None) -> None:

@@ -1,20 +1,28 @@
-"""Attached deployments: allowed settings, lookup of the owner, and order of removal."""
+"""Attached deployments: allowed settings, lookup of the owner, their records in Ray's store, and order of removal."""
 
 from __future__ import annotations
 
+import json
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from cluster.control import desired_state
+from cluster.control.desired_state import Desired
 from cluster.launch import deployment
 from cluster.launch import state as states
-from cluster.launch.attached_endpoints import check_own, owner_state
+from cluster.launch.attached_endpoints import AttachedList, attach, check_own, owner_state
 from cluster.launch.local_ray import LocalRay
 from cluster.launch.state import Command
+from cluster.ray import name_lock, store
+from cluster.ray.name_lock import NameLock
 from core.spec.loader import parse_spec
+from core.spec.schema import Spec
 from core.types.errors import DeployError, SpecError
-from tests.cluster.deployments import save_state
+from core.types.launch import Launch
+from tests.cluster.deployments import make_launch, save_state
 
 pytestmark = pytest.mark.usefixtures("state_root")
 _NO_RAY = LocalRay("/tmp/no-such-ray", 1)
@@ -78,3 +86,69 @@ def test_owner_with_attached_deployments_is_taken_down_last_or_by_force(stopped:
 def test_deployment_of_an_ended_ray_is_forgotten() -> None:
     assert deployment.take_down(save_state("a", lent_ray=_NO_RAY, endpoints="main")) is None
     assert states.load("a") is None
+
+
+def spec_of(name: str, *, model: str, **router: object) -> Spec:
+    return parse_spec({"name": name, "model": {"served_name": model}, "router": router})
+
+
+def stored(spec: Spec) -> Launch:
+    """Store the desired state of a deployment, as its controller does."""
+    launch = replace(make_launch(), spec=spec)
+    if name_lock.find(spec.name) is None:
+        name_lock.take(spec.name, NameLock.new("ann"))
+    desired_state.save(Desired(launch=launch))
+    return launch
+
+
+def names(attached: AttachedList) -> list[str]:
+    return [launch.spec.name for launch in attached.launches()]
+
+
+def test_list_follows_the_current_deployments(ray_store: object) -> None:
+    stored(spec_of("main", model="m", grpc_port=4001, keys="required", replicas=2))
+    attached = AttachedList("main")
+    assert attached.launches() == []
+    first = stored(spec_of("a", model="x", endpoints="main"))
+    stored(spec_of("b", model="y"))
+    assert [launch.credentials for launch in attached.launches()] == [first.credentials]
+    assert attached.launches()[0] is attached.launches()[0], "what has not changed is not read again"
+    again = stored(spec_of("a", model="x", endpoints="main"))
+    assert [launch.credentials for launch in attached.launches()] == [again.credentials]
+    stored(spec_of("b", model="y", endpoints="main"))
+    assert names(AttachedList("main")) == ["a", "b"] and names(AttachedList("a")) == []
+    store.delete(store.namespace("a"), "desired")
+    assert names(AttachedList("main")) == ["b"]
+
+
+def test_unreadable_record_affects_only_its_deployment(ray_store: dict[tuple[str, str], bytes]) -> None:
+    for name in ("a", "b", "c", "d"):
+        stored(spec_of(name, model=name, endpoints="main"))
+
+    def from_a_newer_version(name: str) -> None:
+        tree = json.loads(ray_store[store.namespace(name), "desired"])
+        tree["spec"]["router"]["what_came_later"] = 1
+        ray_store[store.namespace(name), "desired"] = json.dumps(tree).encode()
+
+    from_a_newer_version("b")
+    ray_store[store.namespace("c"), "desired"] = b"[]"
+    attached = AttachedList("main")
+    assert names(attached) == ["a", "d"]
+    from_a_newer_version("d")
+    assert names(attached) == ["a", "d"], "as it was when it could be read"
+
+
+def test_endpoint_settings_come_from_the_owner(ray_store: object) -> None:
+    with pytest.raises(SpecError, match=r"router\.endpoints: main is not deployed on this Ray; deploy it first"):
+        attach(spec_of("a", model="x", endpoints="main"))
+    stored(spec_of("main", model="m", grpc_port=4001, keys="required", replicas=2))
+    router = attach(spec_of("a", model="x", endpoints="main", policy="prefix", admin_port=9000))
+    assert (router.endpoints, router.grpc_port, router.keys, router.replicas) == ("main", 4001, "required", 2)
+    assert (router.policy, router.admin_ports) == ("prefix", [9000, 9001, 9002, 9003])
+    with pytest.raises(SpecError, match=r"model\.served_name: m is already served by main at these endpoints"):
+        attach(spec_of("a", model="m", endpoints="main"))
+    stored(spec_of("a", model="x", endpoints="main"))
+    with pytest.raises(SpecError, match="is already served by a at these endpoints"):
+        attach(spec_of("b", model="x", endpoints="main"))
+    with pytest.raises(SpecError, match=r"router\.endpoints: a has no endpoints of its own; name main instead"):
+        attach(spec_of("b", model="y", endpoints="a"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,14 +13,12 @@ import pytest
 
 from cluster.launch import state
 from cluster.launch.local_ray import LocalRay
-from cluster.launch.preflight import check_is_free, check_ports
+from cluster.launch.preflight import check_is_free
 from cluster.launch.state import Command
 from core.process import processes
 from core.process.ports import free_port
-from core.spec.schema import RouterSpec
 from core.types.errors import DeployError, NotDeployed, SpecError
 from tests.cluster.deployments import save_state
-from tests.support.disks import fill_disk
 
 pytestmark = pytest.mark.usefixtures("state_root")
 
@@ -60,32 +57,6 @@ def test_truncated_file_is_an_error(left: str, file: Path) -> None:
             ask()
     state.forget("a")
     check_is_free("a", print)
-
-
-def test_failed_save_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    saved = save_state()
-    fill_disk(monkeypatch)
-    with pytest.raises(DeployError, match=r"state\.json: No space left on device"):
-        save_state(grpc="elsewhere")
-    assert state.load("a") == saved
-
-
-def test_name_is_reserved_once(state_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with state.reserve("a"), state.reserve("b"):
-        with pytest.raises(DeployError, match="a is being deployed by another command"), state.reserve("a"):
-            pass
-    with state.reserve("a"):
-        assert state.deployed_names() == []
-    assert list(state_root.iterdir()) == []
-
-    def flock(lock: object, operation: int) -> None:
-        """The holder removes its lock; a process that opened it before locks a deleted file."""
-        (state_root / "a.lock").unlink()
-        (state_root / "a.lock").touch()
-
-    monkeypatch.setattr("fcntl.flock", flock)
-    with pytest.raises(DeployError, match="a is being deployed by another command"), state.reserve("a"):
-        pass
 
 
 def test_state_directory_is_writable_and_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,13 +106,3 @@ def test_leftovers_of_a_killed_command_are_removed(tmp_path: Path) -> None:
     check_is_free("a", messages.append)
     assert left.wait(5) < 0
     assert state.load("a") is None and messages == ["removing leftovers of an earlier a"]
-
-
-def test_used_ports_are_found_before_start() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        http = taken.getsockname()[1]
-        error = f"HTTP port {http} on 127.0.0.1 is in use; choose another with --http-port"
-        with pytest.raises(DeployError, match=error):
-            check_ports(RouterSpec(grpc_port=free_port(), http_port=http), "127.0.0.1")
-    with pytest.raises(SpecError, match=r"router.http_port: 7000 equals router.grpc_port"):
-        check_ports(RouterSpec(grpc_port=7000, http_port=7000), "127.0.0.1")

@@ -6,19 +6,9 @@ from typing import Any
 
 import pytest
 
-from cluster.rollout.spec_diff import updated
-from cluster.rollout.update import UpdateOptions
-from core.spec.loader import parse_spec
 from core.types.errors import SpecError
 from tests.cluster.control.deploying import SMALL, Deploy, Deployment, ids
 from tests.support.waiting import until
-
-
-def update(deployment: Deployment, named: dict[str, Any], **options: Any) -> bool:
-    old = parse_spec(deployment.call("status")["spec"])
-    new = updated(old, named, is_whole=False).model_dump(mode="json")
-    is_begun: bool = deployment.call("update", new, UpdateOptions(**options))
-    return is_begun
 
 
 def until_over(deployment: Deployment) -> str:
@@ -39,9 +29,9 @@ def until_over(deployment: Deployment) -> str:
 def test_update_replaces_affected_role_and_survives_controller_restart(deploy: Deploy) -> None:
     deployment = deploy(SMALL)
     deployment.until_ready()
-    assert update(deployment, {"decode": {"max_running": 8}, "prefill": {"replicas": 2}})
+    assert deployment.update({"decode": {"max_running": 8}, "prefill": {"replicas": 2}})
     with pytest.raises(SpecError, match="an update to revision 2 is under way"):
-        update(deployment, {"decode": {"max_running": 9}})
+        deployment.update({"decode": {"max_running": 9}})
     with pytest.raises(SpecError, match="pool sizes cannot change until it ends"):
         deployment.call("scale", {"decode": 2})
     deployment.until(lambda pools: len(pools["decode"]["replicas"]) == 2)
@@ -59,7 +49,7 @@ def test_failing_revision_is_rolled_back(deploy: Deploy) -> None:
     deployment = deploy(SMALL)
     before = deployment.until_ready()
     (deployment.log_dir / "fails").touch()  # from now on
-    update(deployment, {"engine": {"cuda_graphs": "off"}})
+    deployment.update({"engine": {"cuda_graphs": "off"}})
     assert "was rolled back: " in until_over(deployment)
     pools = deployment.until_ready()
     assert all(ids(pools[role]) == ids(before[role]) for role in pools)
@@ -71,7 +61,7 @@ def test_operator_aborts_a_canary(deploy: Deploy) -> None:
     deployment.until_ready()
     with pytest.raises(SpecError, match="no update is under way"):
         deployment.call("abort_update")
-    update(deployment, {"engine": {"cuda_graphs": "off"}}, canary=0.25, canary_s=3600.0)
+    deployment.update({"engine": {"cuda_graphs": "off"}}, canary=0.25, canary_s=3600.0)
     until(lambda: deployment.call("status")["revision"]["update"]["share"] == 0.25, look_s=0.1)
     assert all(len(pool["replicas"]) == 2 for pool in deployment.call("status")["pools"].values())
     assert deployment.call("abort_update") == 1
@@ -81,6 +71,6 @@ def test_operator_aborts_a_canary(deploy: Deploy) -> None:
 def test_live_change_replaces_nothing(deploy: Deploy) -> None:
     deployment = deploy(SMALL)
     before = deployment.until_ready()
-    assert not update(deployment, {"timeouts": {"drain_s": 7}, "decode": {"replicas": 2}})
+    assert not deployment.update({"timeouts": {"drain_s": 7}, "decode": {"replicas": 2}})
     pools = deployment.until(lambda pools: pools["decode"]["ready"] == 2)
     assert set(ids(pools["decode"])) > set(ids(before["decode"])) and ids(pools["prefill"]) == ids(before["prefill"])
