@@ -54,7 +54,7 @@ class PrefixSourceChannels:
             await others.open(fetch.incoming.opening)
             async with self.to(prefix_source) as channel:
                 async for event in rpc.PrefixFetchStub(channel).Fetch(request, timeout=fetch.timeout_s):
-                    if event.WhichOneof("event") == "granted" and event.granted.num_tokens <= first_token:
+                    if event.WhichOneof("event") == "served" and event.served.num_tokens <= first_token:
                         missed(f"prefix is no longer cached on {prefix_source.replica}")
         except ClusterError as error:  # from the source, or from an own rank that did not open the handoff
             missed(str(error))

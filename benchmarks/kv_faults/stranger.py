@@ -113,7 +113,7 @@ class Stranger:
         return reply
 
     async def fetch(self, replica: LocalReplica, prompt: list[int], *, salt: str) -> int:
-        """Request a prefix by the hashes of these tokens under this salt. Returns the number of granted positions."""
+        """Request a prefix by the hashes of these tokens under this salt. Returns the number of served positions."""
         seen, end = self._cluster.seen(replica), len(prompt) // 16 * 16
         handoff = Handoff(
             id=f"prefill-900/{salt}",
@@ -133,4 +133,4 @@ class Stranger:
             call = worker_pb2_grpc.PrefixFetchStub(channel).Fetch(request, timeout=_CALL_S)
             event = await anext(aiter(call))
             call.cancel()
-        return int(event.granted.num_tokens)
+        return int(event.served.num_tokens)

@@ -42,7 +42,7 @@ _MEASURED = (
     "prefill_tokens_per_s", "decode_step_s", "link_bytes_per_s", "host_bytes_per_s", "disk_bytes_per_s",
     "tokens_per_row", "drafted_per_row",
 )  # fmt: skip
-_ADDED_UP = ("transfer_seconds", "pull_seconds")
+_ADDED_UP = ("transfer_seconds", "fetch_seconds")
 _SMALLEST, _LARGEST = 1e-12, 1e18  # of any measurement: seconds, and things per second
 
 

@@ -22,8 +22,8 @@ from core.wire.channel import PINGS_ALLOWED, keepalive
 from frontend.access.access import Access
 from frontend.access.keyring import Client
 from frontend.access.limits import RequestContext
-from frontend.grpc.admission import KeyInterceptor, authorization_of
 from frontend.grpc.health import EndpointHealth
+from frontend.grpc.key_interceptor import KeyInterceptor, authorization_of
 from frontend.grpc.messages import (
     ResponseBytes,
     detokenize_request_of,

@@ -269,7 +269,7 @@ class _FetchCall:
         self._first_token = first_token
 
     def served(self, num_tokens: int) -> None:
-        self.events.put(pb.FetchEvent(granted=pb.FetchServed(num_tokens=num_tokens)))
+        self.events.put(pb.FetchEvent(served=pb.FetchServed(num_tokens=num_tokens)))
         if num_tokens <= self._first_token:
             self.events.end()
 

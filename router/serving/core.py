@@ -24,7 +24,7 @@ from router.generation import Arrived, Generation
 from router.routing.chooser import Chooser, Culprit
 from router.routing.decisions import Decisions
 from router.routing.revisions import Revisions
-from router.serving.admission import Admission
+from router.serving.admission_waits import Admission
 from router.serving.attempt import Attempt
 from router.serving.backup import Backup
 from router.serving.decode_streams import DecodeStreams

@@ -27,7 +27,7 @@ from core.types.handoff import PrefixSource
 from core.types.prefix_hash import block_hashes, checkpoint_hash, expected_hashes, root_hash
 from core.types.request import OFFLINE, Role, SequenceRequest
 from core.types.revisions import Revision
-from router.routing.admission import most_choices
+from router.routing.admission_queue import most_choices
 from router.routing.chooser import (
     NO_CULPRITS,
     AnswerLength,

@@ -49,7 +49,6 @@ class TrafficRecord:
         self._unreported: dict[int, None] = {}  # requests that are in no report yet
         self._changed: dict[int, None] = {}  # reported requests with a first token or an end since
         self._unanswered: dict[int, Callable[[], float]] = {}  # requests without a first token
-        self._num_lost = 0
 
     @property
     def num_requests(self) -> int:
@@ -97,11 +96,10 @@ class TrafficRecord:
             router=self._router,
             arrived={number: _ago(self._requests[number], now) for number in numbers},
             changed={} if is_full else {number: _ago(self._requests[number], now) for number in self._changed},
-            num_lost=self._num_lost,
             num_waiting=num_waiting,
             replicas=replicas,
         )
-        self._unreported, self._changed, self._num_lost = {}, {}, 0
+        self._unreported, self._changed = {}, {}
         return report
 
     def _note_first_tokens(self) -> None:
@@ -125,7 +123,7 @@ class TrafficRecord:
                 return
             del requests[number]
             self._num_ids -= len(first.ids or ())
-            self._num_lost += self._unreported.pop(number, 0) is None
+            self._unreported.pop(number, None)
             self._changed.pop(number, None)
             self._unanswered.pop(number, None)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from core.types.errors import CapacityError
 from core.types.request import OFFLINE
-from router.routing.admission import AdmissionQueue
+from router.routing.admission_queue import AdmissionQueue
 from router.routing.fair_queue import NO_PLACES, Places, QueuedRequest
 
 _LONG_S = 1e9
