@@ -90,12 +90,6 @@ class DecodeWorker(Worker):
 
     # Steps.
 
-    def step(self) -> bool:
-        self._expire_incoming_transfers()
-        result = self._step_engine()
-        self.answers.take(result)
-        return result.did_work
-
     def begin_step(self, admitted: Seq[Prompt]) -> None:
         if admitted:
             self.parts.flush_copies()
@@ -167,7 +161,8 @@ class DecodeWorker(Worker):
             self._incoming_transfers.give_up(incoming)
         return super()._remove(prompt)
 
-    def _expire_incoming_transfers(self) -> None:
+    def _expire(self) -> None:
         for incoming in self._incoming_transfers.expired(time.monotonic()):
             reason = incoming.problem or f"no KV received within {self._handoff_s} s"
             self._fail(incoming.owner, HandoffExpired(f"handoff {incoming.id}: {reason}"))
+        super()._expire()

@@ -15,7 +15,7 @@ from core.types.request import SampledToken
 from core.types.step_timing import PromptSpent
 from core.types.validation import check
 from engine.scheduler.prompts import Prompt
-from engine.scheduler.step import Prefilled, ScheduledStep
+from engine.scheduler.step import Prefilled, ScheduledStep, StepResult
 from engine.scheduler.step_commands import BeginOrder, Orders
 from kvtransfer.protocol.outgoing_transfers import OutgoingTransfer, OutgoingTransfers
 from kvtransfer.protocol.rank_transfer import Shipment
@@ -126,8 +126,7 @@ class PrefillWorker(Worker):
 
     # Steps.
 
-    def step(self) -> bool:
-        result = self._step_engine()
+    def _take(self, result: StepResult) -> None:
         for prompt in result.fetched:
             self._end(prompt, None, None)
         local_decodes = []
@@ -142,7 +141,6 @@ class PrefillWorker(Worker):
                 error = prompt.sequence.failure
                 self._stop(prompt, job, HandoffExpired(str(error)))
                 self._end(prompt, None, error)
-        return result.did_work
 
     def begin_step(self, admitted: Seq[Prompt]) -> None:
         """Prepare a step. Only prompts whose prefixes are fetched are admitted ahead of their first step."""

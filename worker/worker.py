@@ -162,9 +162,13 @@ class Worker(ABC):
 
     # Steps.
 
-    @abstractmethod
     def step(self) -> bool:
         """Run one step. Returns False if there was nothing to do."""
+        self._expire()
+        result = self.engine.step()
+        self._count_step(result)
+        self._take(result)
+        return result.did_work
 
     @abstractmethod
     def begin_step(self, admitted: Seq[Prompt]) -> None:
@@ -268,10 +272,12 @@ class Worker(ABC):
         self.fetches.cancel(prompt)
         self.engine.cancel(prompt)
 
-    def _step_engine(self) -> StepResult:
-        """Run one step of the engine and update the totals."""
+    def _expire(self) -> None:
+        """Give up transfers past their deadline, before a step."""
         self.fetches.expire()
-        result = self.engine.step()
+
+    def _count_step(self, result: StepResult) -> None:
+        """Update the totals, and forget the prompts that are complete."""
         if result.sampled or result.prefilled:
             self.gang.failpoint(FailpointStage.SAMPLED, "")
         self.totals.computed_tokens += result.num_computed
@@ -287,7 +293,10 @@ class Worker(ABC):
             self.fetches.forget(prompt)
         for prefilled in result.prefilled:
             self._note_whole(prefilled.prompt)
-        return result
+
+    def _take(self, result: StepResult) -> None:
+        """Distribute the results of a step."""
+        self.answers.take(result)
 
     def _note_whole(self, prompt: Prompt) -> None:
         """Record that a prompt's KV is complete."""

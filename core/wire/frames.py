@@ -283,8 +283,9 @@ class _Outbox:
 
     def add(self, tokens: Iterable[StreamToken]) -> None:
         for stream, token in tokens:
+            is_plain = token.logprob is None and token.finish_reason is None and token.drafts is None
             # Once a rich token is queued, all later ones are: a stream's tokens must stay in order.
-            if not self._rich and token.is_plain:
+            if is_plain and not self._rich:
                 self._plain.append((stream, token))
             else:
                 self._rich.append(stream_token_to_proto(stream, token))
