@@ -34,7 +34,7 @@ def test_a_single_revision_needs_no_distinction() -> None:
         == alone.for_continuation(None, untried=set())
     )
     assert alone.in_one_revision("prefill-0", "decode-9") and alone.may_move("decode-0", "decode-9")
-    assert alone.group(["decode-0", "decode-9"], str) == [["decode-0", "decode-9"]]
+    assert alone.group(["decode-0", "decode-9"]) == [["decode-0", "decode-9"]]
 
 
 def test_a_canary_has_its_share_and_no_more() -> None:
@@ -84,7 +84,7 @@ def test_pairs_stay_within_a_revision_and_moves_within_a_kind() -> None:
     unlike, alike = revisions(0.5, kinds=("a", "b")), revisions(0.5)
     for some in (unlike, alike):
         assert some.in_one_revision("prefill-1", "decode-1") and not some.in_one_revision("prefill-0", "decode-1")
-        assert some.group(["decode-0", "decode-1"], str) == [["decode-0"], ["decode-1"]]
+        assert some.group(["decode-0", "decode-1"]) == [["decode-0"], ["decode-1"]]
     assert alike.may_move("decode-0", "decode-1") and not unlike.may_move("decode-0", "decode-1")
     assert not alike.may_move("decode-0", "decode-7")  # unknown replica
 
