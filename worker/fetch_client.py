@@ -18,7 +18,7 @@ from core.types.errors import ClusterError, ReplicaLost
 from core.types.handoff import PrefixSource
 from core.wire.call_errors import error_of
 from core.wire.channel import LastingChannel, open_lasting_channel
-from core.wire.messages import handoff_to_proto
+from core.wire.messages import to_message
 from kvtransfer.protocol.incoming_transfers import Fetch
 from worker.rank_group import OtherRanks
 
@@ -49,7 +49,7 @@ class PrefixSourceChannels:
         `missed` is called with the reason on failure. Cancelling this coroutine ends the call.
         """
         prefix_source, first_token = fetch.prefix_source, fetch.handoff.first_token
-        request = pb.FetchRequest(handoff=handoff_to_proto(fetch.handoff), hashes=b"".join(fetch.hashes))
+        request = pb.FetchRequest(handoff=to_message(pb.Handoff, fetch.handoff), hashes=b"".join(fetch.hashes))
         try:
             await others.open(fetch.incoming.opening)
             async with self.to(prefix_source) as channel:

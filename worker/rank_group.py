@@ -19,7 +19,7 @@ from core.rpc import transfer_pb2_grpc as rpc
 from core.types.errors import ReplicaLost
 from core.wire.call_errors import error_of
 from core.wire.channel import open_lasting_channel
-from core.wire.proto_fields import to_message
+from core.wire.messages import to_message
 from core.wire.rank_server import RankHost
 from engine.runner.parallel import TensorParallel
 from kvtransfer.protocol.frames import Opening

@@ -47,9 +47,8 @@ from kvtransfer.transfer.serve_fetches import FetchServicer, ServedFetches
 from kvtransfer.transfer.wire_messages import Part, part_to_report
 from worker.gang_runner import GangRunner
 from worker.grammars import Grammars
-from worker.handover_state import HandoverState, LeaderHandoverState
 from worker.rank_group import OtherRanks, open_gang
-from worker.rank_setup import RankSetup, load_model, open_tiers
+from worker.rank_setup import HandoverState, LeaderHandoverState, RankSetup, load_model, open_tiers
 from worker.replica_service import ReplicaService
 from worker.role_parts import LeaderParts, RoleParts
 from worker.worker import EngineParts

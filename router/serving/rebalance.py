@@ -14,8 +14,7 @@ from collections.abc import Collection, Iterable, Mapping
 from core.types.request import Role
 from router.routing.revisions import Revisions
 from router.serving.decode_streams import DecodeStreams
-from router.serving.move import DecodeStream
-from router.serving.replicas import Replica, Replicas
+from router.serving.replicas import DecodeStream, Replica, Replicas
 
 logger = logging.getLogger(__name__)
 

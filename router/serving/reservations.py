@@ -42,8 +42,7 @@ from router.routing.decisions import Decisions
 from router.routing.fair_queue import NO_PLACES, Places
 from router.routing.policy import ReplicaLoad
 from router.routing.revisions import Revisions
-from router.serving.move import DecodeStream
-from router.serving.replicas import Replica, Replicas
+from router.serving.replicas import DecodeStream, Replica, Replicas
 from router.telemetry.metrics import Metrics
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,6 @@ from dataclasses import dataclass, fields, replace
 from hashlib import blake2b
 from time import monotonic
 
-from core.model.kv_memory import AnnouncedPool
 from core.trace.traffic import (
     KEPT_S,
     TOKENS_PER_HASH,
@@ -200,23 +199,10 @@ class TrafficReporter:
 
 
 def _report_of(load: ReplicaLoad) -> ReplicaReport:
-    member = load.member
-    return ReplicaReport(
-        replica=member.replica,
-        role=member.role,
-        timing=load.timing,
-        link_bytes_per_s=load.link_bytes_per_s,
-        prefill_tokens_per_s=load.prefill_tokens_per_s,
-        decode_step_s=load.decode_step_s,
-        queued_tokens=load.queued_tokens,
-        num_streams=load.num_streams,
-        max_running=member.max_running,
-        max_batch_tokens=member.max_batch_tokens,
-        available_blocks=load.available_blocks,
-        tokens_per_row=load.tokens_per_row,
-        drafted_per_row=load.drafted_per_row,
-        **{field.name: getattr(member, field.name) for field in fields(AnnouncedPool)},
-    )
+    """Take each field from the load, or else from the member's record."""
+    measured = {field.name for field in fields(ReplicaLoad)}
+    names = [field.name for field in fields(ReplicaReport)]
+    return ReplicaReport(**{name: getattr(load if name in measured else load.member, name) for name in names})
 
 
 @dataclass(frozen=True, slots=True)

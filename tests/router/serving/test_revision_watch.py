@@ -14,7 +14,7 @@ from core.index.redis_client import connect_redis
 from core.index.revision_channel import RevisionChannel
 from core.types.revisions import Revision, RevisionCounts, RevisionTable
 from router.routing.revisions import Revisions
-from router.serving.revision_watch import RevisionWatch
+from router.serving.discovery import RevisionWatch
 from tests.support.waiting import becomes, told
 
 KEY = bytes(range(32))
