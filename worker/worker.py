@@ -263,7 +263,7 @@ class Worker(KVConnector, ABC):
         if result.sampled or result.prefilled:
             self.gang.failpoint(FailpointStage.SAMPLED, "")
         self.totals.computed_tokens += result.num_computed
-        self.totals.generated_tokens += result.num_generated
+        self.totals.generated_tokens += len(result.sampled) + sum(len(one.tokens) for one in result.prefilled)
         self.totals.forced_tokens += result.num_known
         if rows := result.num_rows:
             self._yield.add(rows, num_tokens=len(result.sampled), num_drafted=result.num_drafted)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from time import monotonic
 
@@ -34,14 +33,6 @@ _MOVE_AGAIN_S = 0.25
 _LAST_TOKENS_S = 3.0  # grace for the tokens of an ended call; a replica silent for that long counts as lost anyway
 
 Lease = WorkerCall[pb.GenerateEvent]
-
-
-@dataclass(frozen=True)
-class Running:
-    """Choice that is decoding, with its tokens so far."""
-
-    replica: Replica
-    request: SequenceRequest
 
 
 class DecodeStreams:
@@ -117,13 +108,13 @@ class DecodeStreams:
         choice = self._only_choice()
         return choice if choice is not None and self._streams[choice].replica is replica else None
 
-    def running(self) -> Running | None:
-        """Return the choice of a single-choice request while it is decoding; None otherwise."""
+    def running(self) -> tuple[Replica, SequenceRequest] | None:
+        """Return the replica of a single-choice request while it decodes, with the tokens so far; None otherwise."""
         choice = self._only_choice()
         if choice is None:
             return None
         stream = self._streams[choice]
-        return Running(stream.replica, self._state.continuation([choice], stream=stream.key))
+        return stream.replica, self._state.continuation([choice], stream=stream.key)
 
     @property
     def prefill_replica(self) -> str:

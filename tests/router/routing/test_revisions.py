@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from core.types.request import SequenceRequest
-from core.types.revisions import Revision, RevisionCounts, RevisionTable, counts_from_json, counts_to_json
+from core.types.revisions import Revision, RevisionCounts, RevisionTable
 from router.routing.revisions import Revisions
 
 OLD = frozenset({"prefill-0", "decode-0"})
@@ -98,13 +98,6 @@ def test_counts_restart_with_each_update() -> None:
     some.count(2).attempts += 1  # dropped: only one revision
     some.take(_table(0.1))
     assert some.counts == {1: RevisionCounts(), 2: RevisionCounts()}
-
-
-def test_table_and_counts_round_trip() -> None:
-    table = _table(0.3, takes_more=True)
-    assert RevisionTable.from_json(table.to_json()) == table
-    counts = {1: RevisionCounts(attempts=3), 2: RevisionCounts(failed=1)}
-    assert counts_from_json(counts_to_json(counts)) == counts
 
 
 def _table(share: float, *, takes_more: bool = False, kinds: tuple[str, str] = ("a", "a")) -> RevisionTable:
