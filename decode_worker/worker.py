@@ -10,7 +10,6 @@ from collections.abc import Sequence as Seq
 from core.rpc import worker_pb2 as pb
 from core.types.errors import ClusterError, HandoffExpired, TransferError
 from core.types.handoff import Handoff
-from core.types.step_timing import PromptSpent
 from engine.scheduler.prompts import Prompt
 from engine.scheduler.step import ScheduledStep
 from engine.scheduler.step_commands import Orders
@@ -99,7 +98,8 @@ class DecodeWorker(Worker):
         self.moves.add_to(self._orders)
 
     def orders(self, step: ScheduledStep) -> Orders:
-        self.clock.computing(prompt for prompt, _ in step.prompts)
+        for prompt, _ in step.prompts:
+            prompt.times.begin_step()
         return self._orders
 
     # Results for the event loop.
@@ -113,11 +113,11 @@ class DecodeWorker(Worker):
 
     def _admitted(self, prompt: Prompt) -> None:
         listener = self.answers.listener(prompt)
-        prompt.spent = PromptSpent(waited_s=self.clock.waited_s(prompt))
+        prompt.spent = prompt.times.waited()
         if not prompt.is_received:
             listener.reserved(None, None, prompt.num_cached)
             if prompt in self.engine.prompts.fetching:
-                self.clock.fetching(prompt)
+                prompt.times.begin_fetch()
                 self.fetches.begin(prompt)
             return
         handoff = self._handoff_for(prompt)

@@ -12,7 +12,6 @@ from core.rpc import worker_pb2 as pb
 from core.types.errors import CapacityError, ClusterError, HandoffExpired, TransferError
 from core.types.handoff import Handoff, PrefixSource
 from core.types.request import SampledToken
-from core.types.step_timing import PromptSpent
 from core.types.validation import check
 from engine.scheduler.prompts import Prompt
 from engine.scheduler.step import Prefilled, ScheduledStep, StepResult
@@ -149,7 +148,7 @@ class PrefillWorker(Worker):
         for prompt in admitted:
             if self.fetches.is_fetch(prompt):
                 self.parts.flush_copies()
-            self.clock.fetching(prompt)
+            prompt.times.begin_fetch()
             self.fetches.begin(prompt)
         self._orders = self._common_orders()
         self._report_admitted(admitted)
@@ -157,7 +156,8 @@ class PrefillWorker(Worker):
 
     def orders(self, step: ScheduledStep) -> Orders:
         orders = self._orders
-        self.clock.computing(prompt for prompt, _ in step.prompts)
+        for prompt, _ in step.prompts:
+            prompt.times.begin_step()
         self._report_admitted(prompt for prompt, _ in step.prompts)
         jobs = [(prompt, self._jobs.get(prompt)) for prompt, _ in step.prompts]  # None: local decode
         orders.begins += [
@@ -192,7 +192,7 @@ class PrefillWorker(Worker):
         """Report local decodes that have their blocks now, once each."""
         for prompt in prompts:
             if prompt.is_local_decode and not prompt.is_restart and prompt.spent is None:
-                prompt.spent = PromptSpent(waited_s=self.clock.waited_s(prompt))
+                prompt.spent = prompt.times.waited()
                 self.answers.listener(prompt).reserved(None, None, prompt.num_cached)
 
     def _begin(self, prompt: Prompt, job: _Job) -> BeginOrder:

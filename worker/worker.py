@@ -35,7 +35,6 @@ from worker.answers import Answers, RequestListener
 from worker.fetches import Fetches
 from worker.gang_runner import GangRunner
 from worker.migrations import MoveListener, Moves
-from worker.prompt_timing import PromptClock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +82,6 @@ class Worker(KVConnector, ABC):
         self.pace = Pace(DeviceEvent if parts.gang.runner.device.type == "cuda" else HostEvent)
         self.link_rate = Rate()  # bytes/s
         self._yield = RowYield()
-        self.clock = PromptClock()
         self.engine: Engine[Tensor] = Engine(
             parts.gang,
             sample,
@@ -240,7 +238,6 @@ class Worker(KVConnector, ABC):
         except ClusterError:
             self.fetches.forget(prompt)
             raise
-        self.clock.queued(prompt)
         if not (prompt.is_received or prompt.fetch_only):
             self.totals.prompt_tokens += len(prompt.sequence.tokens)
 
@@ -250,7 +247,6 @@ class Worker(KVConnector, ABC):
 
     def _cancel(self, prompt: Prompt) -> None:
         """Cancel a prompt. It may be complete already."""
-        self.clock.forget(prompt)
         self.fetches.cancel(prompt)
         self.engine.cancel(prompt)
 
@@ -271,7 +267,6 @@ class Worker(KVConnector, ABC):
             if not sequence.is_contradicted:
                 self.tiers.table.forget(sequence.hashes())
         for prompt in result.fetched:
-            self.clock.forget(prompt)
             self.fetches.forget(prompt)
         for prefilled in result.prefilled:
             self._note_whole(prefilled.prompt)
@@ -282,7 +277,7 @@ class Worker(KVConnector, ABC):
 
     def _note_whole(self, prompt: Prompt) -> None:
         """Record that a prompt's KV is complete."""
-        prompt.spent = self.clock.whole(prompt)
+        prompt.spent = prompt.times.whole()
         self.fetches.forget(prompt)
         self.totals.prefix_hit_tokens += prompt.num_found
 
