@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Coroutine, Set
+from collections.abc import Set
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -78,12 +78,12 @@ class Backup:
                 if not self._revisions.in_one_revision(name, decode.id):
                     continue  # during an update, some answers have no copy
                 room[name] -= 1
-                self._begin(answer, _copy(request, decode, usable[name]), prefill=name)
+                self._begin(answer, request, decode, usable[name])
 
-    def _begin(self, answer: DecodeStreams, copying: Coroutine[None, None, None], *, prefill: str) -> None:
+    def _begin(self, answer: DecodeStreams, request: SequenceRequest, decode: Replica, prefill: Replica) -> None:
         # Recorded before the copy succeeds: if it fails, the next one covers its tokens.
-        self._copied[answer] = _Copied(answer.num_tokens(), prefill)
-        task = self._copies[answer] = asyncio.create_task(copying)
+        self._copied[answer] = _Copied(answer.num_tokens(), prefill.id)
+        task = self._copies[answer] = asyncio.create_task(_copy(request, decode, prefill))
         task.add_done_callback(lambda _: self._copies.pop(answer, None))
 
     def _num_behind(self, answer: DecodeStreams) -> int:

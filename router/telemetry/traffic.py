@@ -28,6 +28,9 @@ from core.types.errors import ClusterError
 from router.routing.policy import ReplicaLoad
 from router.serving.replicas import Replica
 
+logger = logging.getLogger(__name__)
+
+_REPORT_S = 5.0
 _MAX_REQUESTS = 50_000
 _MAX_IDS = 2_000_000  # total over all requests, eight bytes each
 _ID_BYTES = 8
@@ -144,11 +147,6 @@ def prefix_ids(key: bytes, salt: str, token_ids: Sequence[int]) -> Sequence[int]
 
 def _ago(seen: SeenRequest, now: float) -> SeenRequest:
     return replace(seen, arrival_s=now - seen.arrival_s)
-
-
-logger = logging.getLogger(__name__)
-
-_REPORT_S = 5.0
 
 
 class TrafficReporter:
