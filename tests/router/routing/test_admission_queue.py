@@ -70,16 +70,6 @@ def test_a_flood_does_not_delay_another_tenant() -> None:
     assert Counter(queued.tenant for queued in _drain(queue)[:10]) == {"flood": 5, "light": 5}
 
 
-def test_shares_are_of_work_not_of_requests() -> None:
-    queue = _queue()
-    _fill(
-        queue,
-        *(QueuedRequest("large", 0, 90.0) for _ in range(50)),
-        *(QueuedRequest("small", 0, 10.0) for _ in range(50)),
-    )
-    assert Counter(queued.tenant for queued in _drain(queue)[:20]) == {"small": 18, "large": 2}
-
-
 def test_an_idle_tenant_saves_up_no_credit() -> None:
     queue = _queue()
     _fill(queue, *(QueuedRequest("steady", 0, 1.0) for _ in range(60)))
