@@ -72,11 +72,9 @@ def tokens_to_proto(tokens: Iterable[SampledToken]) -> list[pb.SampledToken]:
     return messages
 
 
-def stream_token_to_proto(stream: int, token: SampledToken) -> pb.StreamTokens:
-    # Adding to the repeated field in place avoids a copy; this runs for each row of each step.
-    message = pb.StreamTokens(stream=stream)
-    _add_details(message.tokens.add(token_id=token.token_id), token)
-    return message
+def add_stream_token(frame: pb.Frame, stream: int, token: SampledToken) -> None:
+    # Adding to the repeated fields in place avoids copies; this may run for each row of each step.
+    _add_details(frame.streams.add(stream=stream).tokens.add(token_id=token.token_id), token)
 
 
 def tokens_from_proto(messages: Iterable[pb.SampledToken]) -> list[SampledToken]:
