@@ -10,7 +10,6 @@ from collections.abc import Sequence as Seq
 from core.rpc import worker_pb2 as pb
 from core.types.errors import ClusterError, HandoffExpired, TransferError
 from core.types.handoff import Handoff
-from core.types.step_timing import PromptSpent
 from engine.scheduler.prompts import Prompt
 from engine.scheduler.step import ScheduledStep
 from engine.scheduler.step_commands import Orders
@@ -90,12 +89,6 @@ class DecodeWorker(Worker):
 
     # Steps.
 
-    def step(self) -> bool:
-        self._expire_incoming_transfers()
-        result = self._step_engine()
-        self.answers.take(result)
-        return result.did_work
-
     def begin_step(self, admitted: Seq[Prompt]) -> None:
         if admitted:
             self.parts.flush_copies()
@@ -105,7 +98,8 @@ class DecodeWorker(Worker):
         self.moves.add_to(self._orders)
 
     def orders(self, step: ScheduledStep) -> Orders:
-        self.clock.computing(prompt for prompt, _ in step.prompts)
+        for prompt, _ in step.prompts:
+            prompt.times.begin_step()
         return self._orders
 
     # Results for the event loop.
@@ -119,11 +113,11 @@ class DecodeWorker(Worker):
 
     def _admitted(self, prompt: Prompt) -> None:
         listener = self.answers.listener(prompt)
-        prompt.spent = PromptSpent(waited_s=self.clock.waited_s(prompt))
+        prompt.spent = prompt.times.waited()
         if not prompt.is_received:
             listener.reserved(None, None, prompt.num_cached)
             if prompt in self.engine.prompts.fetching:
-                self.clock.fetching(prompt)
+                prompt.times.begin_fetch()
                 self.fetches.begin(prompt)
             return
         handoff = self._handoff_for(prompt)
@@ -167,7 +161,8 @@ class DecodeWorker(Worker):
             self._incoming_transfers.give_up(incoming)
         return super()._remove(prompt)
 
-    def _expire_incoming_transfers(self) -> None:
+    def _expire(self) -> None:
         for incoming in self._incoming_transfers.expired(time.monotonic()):
             reason = incoming.problem or f"no KV received within {self._handoff_s} s"
             self._fail(incoming.owner, HandoffExpired(f"handoff {incoming.id}: {reason}"))
+        super()._expire()

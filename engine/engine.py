@@ -12,7 +12,7 @@ from core.types.request import SampledToken
 from engine.kv.block_manager import BlockManager
 from engine.kv.window_manager import WindowManager
 from engine.sampling.params import Chosen, Sampler
-from engine.scheduler.admission import Admission, AdmitOnDemand, AdmitWithRoomToGrow
+from engine.scheduler.admission_rules import Admission, AdmitOnDemand, AdmitWithRoomToGrow
 from engine.scheduler.async_steps import device_tokens_of, expect, may_be_followed
 from engine.scheduler.decoding import Decoding
 from engine.scheduler.jump_forward import append_forced

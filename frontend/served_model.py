@@ -28,12 +28,11 @@ from frontend.text.sampling_defaults import generation_config_dir, sampling_defa
 from frontend.text.tokenizer import Tokenizer
 from frontend.text.usage import RequestAuditLog
 from router.routing.chooser import Chooser
-from router.routing.plain_policies import make_policy
+from router.routing.policies import make_policy
 from router.serving.core import RouterCore
-from router.serving.discovery import Discovery, FindMembers
+from router.serving.discovery import Discovery, FindMembers, RevisionWatch
 from router.serving.grpc_worker import GrpcWorker
 from router.serving.replicas import Replicas
-from router.serving.revision_watch import RevisionWatch
 from router.telemetry.metrics import Metrics
 from router.telemetry.tracing import Tracing
 from router.telemetry.traffic import TrafficRecord, TrafficReporter

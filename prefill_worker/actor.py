@@ -11,13 +11,13 @@ from grpc import aio
 from core.rpc import worker_pb2 as pb
 from core.rpc import worker_pb2_grpc as rpc
 from core.spec.schema import Spec
-from core.types.errors import ClusterError, ReplicaLost
+from core.types.errors import ClusterError
 from core.types.handoff import Handoff
 from core.types.launch import Launch
 from core.types.request import Role, SampledToken
 from core.types.role_switch import hindrance
-from core.wire.call_errors import abort_with
-from core.wire.messages import prompt_logprobs_to_proto, spent_to_proto, tokens_to_proto
+from core.wire.call_errors import aborting
+from core.wire.messages import prompt_logprobs_to_proto, to_message, tokens_to_proto
 from core.wire.thread_events import CallEvents
 from engine.config import EngineConfig
 from engine.scheduler.prompts import Prompt
@@ -65,27 +65,21 @@ class PrefillServicer(rpc.PrefillWorkerServicer, AnswerServicer):
         super().register(server)
 
     async def Prefill(self, request: pb.PrefillRequest, context: _Context) -> AsyncIterator[pb.PrefillEvent]:
-        service = self.service
-        if service is None:
-            await abort_with(context, ReplicaLost("replica is still loading"))
-        try:
+        async with aborting(context):
+            service = self.loaded()
             sequence = await service.sequence_of(request.sequence)
             handoff = service.handoff_of(request.handoff) if request.HasField("handoff") else None
             prefix_source = prefix_source_of(request)
             service.check_takes_work()  # last, because compiling a grammar takes time
-        except ClusterError as error:
-            await abort_with(context, error)
-        worker, prompt = service.worker, Prompt(sequence, fetch_only=request.fetch_only)
-        assert isinstance(worker, PrefillWorker)
-        call = _Call(prompt, handoff)
-        service.post(lambda: worker.prefill(prompt, handoff, call, prefix_source=prefix_source))
-        try:
-            async for event in call.events:
-                yield event
-        except ClusterError as error:
-            await abort_with(context, error)
-        finally:
-            service.post(lambda: worker.cancel(prompt))
+            worker, prompt = service.worker, Prompt(sequence, fetch_only=request.fetch_only)
+            assert isinstance(worker, PrefillWorker)
+            call = _Call(prompt, handoff)
+            service.post(lambda: worker.prefill(prompt, handoff, call, prefix_source=prefix_source))
+            try:
+                async for event in call.events:
+                    yield event
+            finally:
+                service.post(lambda: worker.cancel(prompt))
 
 
 class _Call:
@@ -104,7 +98,7 @@ class _Call:
             tokens=tokens_to_proto(tokens),
             cached_tokens=prompt.num_found,
             fetched_tokens=prompt.num_from_peers,
-            spent=spent_to_proto(prompt.spent) if prompt.spent else None,
+            spent=to_message(pb.Spent, prompt.spent) if prompt.spent else None,
         )
         self.events.put(pb.PrefillEvent(first_tokens=first_tokens))
 

@@ -10,12 +10,11 @@ from typing import Protocol
 
 from core.rpc import worker_pb2 as pb
 from core.types.errors import CapacityError, ClusterError, HandoffExpired, TransferError
-from core.types.handoff import Handoff, HandoffKey, PrefixSource
+from core.types.handoff import Handoff, PrefixSource
 from core.types.request import SampledToken
-from core.types.step_timing import PromptSpent
 from core.types.validation import check
 from engine.scheduler.prompts import Prompt
-from engine.scheduler.step import Prefilled, ScheduledStep
+from engine.scheduler.step import Prefilled, ScheduledStep, StepResult
 from engine.scheduler.step_commands import BeginOrder, Orders
 from kvtransfer.protocol.outgoing_transfers import OutgoingTransfer, OutgoingTransfers
 from kvtransfer.protocol.rank_transfer import Shipment
@@ -73,13 +72,15 @@ class PrefillWorker(Worker):
             if handoff:  # checked here, because the link that would notice is shared with other handoffs
                 fits = handoff.num_tokens <= len(prompt.sequence.tokens) <= handoff.max_tokens
                 check(fits, "handoff.num_tokens", f"must fit a prompt of {len(prompt.sequence.tokens)} tokens")
-            if handoff and (self._ships(handoff.key) or self.moves.knows(handoff.key)):
+            if handoff and (self._outgoing_transfers.knows(handoff.key) or self.moves.knows(handoff.key)):
                 raise HandoffExpired(f"{prompt.id}: handoff was used before")
             self._add(prompt, prefix_source)
         except ClusterError as error:
             listener.ended(None, error)
             return
         self._jobs[prompt] = _Job(listener, handoff)
+        if handoff:
+            self._outgoing_transfers.claim(handoff.key)
 
     def submit(
         self, prompt: Prompt, router: str, listener: RequestListener, *, prefix_source: PrefixSource | None = None
@@ -101,7 +102,7 @@ class PrefillWorker(Worker):
             super().cancel(prompt)
 
     def migrate(self, router: str, stream: int, handoff: Handoff, listener: MoveListener) -> None:
-        if self._ships(handoff.key):
+        if self._outgoing_transfers.knows(handoff.key):
             listener.stays("handoff was used before")
         else:
             super().migrate(router, stream, handoff, listener)
@@ -126,8 +127,7 @@ class PrefillWorker(Worker):
 
     # Steps.
 
-    def step(self) -> bool:
-        result = self._step_engine()
+    def _take(self, result: StepResult) -> None:
         for prompt in result.fetched:
             self._end(prompt, None, None)
         local_decodes = []
@@ -142,14 +142,13 @@ class PrefillWorker(Worker):
                 error = prompt.sequence.failure
                 self._stop(prompt, job, HandoffExpired(str(error)))
                 self._end(prompt, None, error)
-        return result.did_work
 
     def begin_step(self, admitted: Seq[Prompt]) -> None:
         """Prepare a step. Only prompts whose prefixes are fetched are admitted ahead of their first step."""
         for prompt in admitted:
             if self.fetches.is_fetch(prompt):
                 self.parts.flush_copies()
-            self.clock.fetching(prompt)
+            prompt.times.begin_fetch()
             self.fetches.begin(prompt)
         self._orders = self._common_orders()
         self._report_admitted(admitted)
@@ -157,7 +156,8 @@ class PrefillWorker(Worker):
 
     def orders(self, step: ScheduledStep) -> Orders:
         orders = self._orders
-        self.clock.computing(prompt for prompt, _ in step.prompts)
+        for prompt, _ in step.prompts:
+            prompt.times.begin_step()
         self._report_admitted(prompt for prompt, _ in step.prompts)
         jobs = [(prompt, self._jobs.get(prompt)) for prompt, _ in step.prompts]  # None: local decode
         orders.begins += [
@@ -192,13 +192,8 @@ class PrefillWorker(Worker):
         """Report local decodes that have their blocks now, once each."""
         for prompt in prompts:
             if prompt.is_local_decode and not prompt.is_restart and prompt.spent is None:
-                prompt.spent = PromptSpent(waited_s=self.clock.waited_s(prompt))
+                prompt.spent = prompt.times.waited()
                 self.answers.listener(prompt).reserved(None, None, prompt.num_cached)
-
-    def _ships(self, key: HandoffKey) -> bool:
-        """Return whether a handoff is or was used for a prompt."""
-        waiting = (job.handoff.key for job in self._jobs.values() if job.handoff)
-        return key in waiting or self._outgoing_transfers.knows(key)
 
     def _begin(self, prompt: Prompt, job: _Job) -> BeginOrder:
         assert job.handoff
@@ -223,6 +218,8 @@ class PrefillWorker(Worker):
         self._cancel(prompt)
         if job.outgoing:
             self._outgoing_transfers.abort(job.outgoing, error)
+        elif job.handoff:
+            self._outgoing_transfers.release(job.handoff.key)
 
     def _arrived(self, prompt: Prompt, shipment: Shipment) -> None:
         """Finish a prompt whose KV has landed on every rank of the decode replica."""
@@ -243,4 +240,6 @@ class PrefillWorker(Worker):
 
     def _end(self, prompt: Prompt, shipment: Shipment | None, error: ClusterError | None) -> None:
         if job := self._jobs.pop(prompt, None):
+            if job.handoff:
+                self._outgoing_transfers.release(job.handoff.key)
             job.listener.ended(shipment, error)

@@ -12,8 +12,8 @@ from core.rpc import worker_pb2 as pb
 from core.rpc import worker_pb2_grpc as rpc
 from core.types.errors import ClusterError, ReplicaLost
 from core.types.handoff import Handoff
-from core.wire.call_errors import abort_with, rejects
-from core.wire.messages import handoff_to_proto, prompt_logprobs_to_proto, spent_to_proto
+from core.wire.call_errors import aborting, rejects
+from core.wire.messages import prompt_logprobs_to_proto, to_message
 from core.wire.thread_events import CallEvents
 from engine.scheduler.prompts import KVSource, Prompt
 from kvtransfer.protocol.frames import Opening
@@ -35,37 +35,35 @@ class AnswerServicer(rpc.DecodeWorkerServicer):
         """Add the services of the role to a server."""
         rpc.add_DecodeWorkerServicer_to_server(self, server)
 
+    def loaded(self) -> ReplicaService:
+        """Return the replica's service. Raises ReplicaLost while the replica is loading."""
+        if self.service is None:
+            raise ReplicaLost("replica is still loading")
+        return self.service
+
     async def Generate(self, request: pb.GenerateRequest, context: _Context) -> AsyncIterator[pb.GenerateEvent]:
-        service = self.service
-        if service is None:
-            await abort_with(context, ReplicaLost("replica is still loading"))
-        try:
+        async with aborting(context):
+            service = self.loaded()
             check_streams(request.router, ())
             sequence = await service.sequence_of(request.sequence)
             prefix_source = prefix_source_of(request)
             service.check_takes_work()  # last, because compiling a grammar takes time
-        except ClusterError as error:
-            await abort_with(context, error)
-        worker, prompt = service.worker, Prompt(sequence, source=_source(request))
-        call = _Call(prompt, service.post)
-        service.post(lambda: worker.submit(prompt, request.router, call, prefix_source=prefix_source))
-        try:
-            async for event in call.events:
-                if isinstance(event, Opening):
-                    await service.others.open(event)
-                else:
-                    yield event
-            yield pb.GenerateEvent(finished=pb.Finished(frames=service.num_frames(request.router)))
-        except ClusterError as error:
-            await abort_with(context, error)
-        finally:
-            service.post(lambda: worker.cancel(prompt))
+            worker, prompt = service.worker, Prompt(sequence, source=_source(request))
+            call = _Call(prompt, service.post)
+            service.post(lambda: worker.submit(prompt, request.router, call, prefix_source=prefix_source))
+            try:
+                async for event in call.events:
+                    if isinstance(event, Opening):
+                        await service.others.open(event)
+                    else:
+                        yield event
+                yield pb.GenerateEvent(finished=pb.Finished(frames=service.num_frames(request.router)))
+            finally:
+                service.post(lambda: worker.cancel(prompt))
 
     @rejects
     async def Migrate(self, request: pb.MigrateRequest, context: _Context) -> pb.MigrateReply:
-        service = self.service
-        if service is None:
-            raise ReplicaLost("replica is still loading")
+        service = self.loaded()
         check_streams(request.router, ())
         worker, handoff, move = service.worker, service.handoff_of(request.handoff), _Move()
         service.post(lambda: worker.migrate(request.router, request.stream, handoff, move))
@@ -96,7 +94,7 @@ class _Call:
     def reserved(self, handoff: Handoff | None, opening: Opening | None, num_cached: int) -> None:
         if opening:
             self.events.put(opening)
-        reserved = handoff_to_proto(handoff) if handoff else None
+        reserved = to_message(pb.Handoff, handoff) if handoff else None
         waited_s = self._prompt.spent.waited_s if self._prompt.spent else 0.0
         event = pb.Reserved(handoff=reserved, cached_tokens=num_cached, waited_s=waited_s)
         self.events.put(pb.GenerateEvent(reserved=event))
@@ -104,7 +102,7 @@ class _Call:
     def started(self, num_tokens: int, *, epoch: int, num_from_peers: int) -> None:
         for part in prompt_logprobs_to_proto(self._prompt.take_scores()):
             self.events.put(pb.GenerateEvent(prompt_logprobs=part))
-        spent = None if self._prompt.is_received or not self._prompt.spent else spent_to_proto(self._prompt.spent)
+        spent = None if self._prompt.is_received or not self._prompt.spent else to_message(pb.Spent, self._prompt.spent)
         started = pb.Started(num_tokens=num_tokens, epoch=epoch, fetched_tokens=num_from_peers, spent=spent)
         self.events.put(pb.GenerateEvent(started=started))
 

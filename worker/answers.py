@@ -158,7 +158,8 @@ class Answers:
 
     def _emit(self, sequence: Sequence, token: SampledToken) -> None:
         request, stream = self._stream_of[sequence]
-        # A migrating choice may leave after any token.
-        is_last = token.finish_reason is not None or sequence in self._moves
-        token.drafts = sequence.take_drafts(is_last=is_last)
+        if sequence.drafts:
+            # A migrating choice may leave after any token.
+            is_last = token.finish_reason is not None or sequence in self._moves
+            token.drafts = sequence.take_drafts(is_last=is_last)
         self._tokens.setdefault(request.router, []).append((stream, token))

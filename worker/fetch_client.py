@@ -18,7 +18,7 @@ from core.types.errors import ClusterError, ReplicaLost
 from core.types.handoff import PrefixSource
 from core.wire.call_errors import error_of
 from core.wire.channel import LastingChannel, open_lasting_channel
-from core.wire.messages import handoff_to_proto
+from core.wire.messages import to_message
 from kvtransfer.protocol.incoming_transfers import Fetch
 from worker.rank_group import OtherRanks
 
@@ -49,12 +49,12 @@ class PrefixSourceChannels:
         `missed` is called with the reason on failure. Cancelling this coroutine ends the call.
         """
         prefix_source, first_token = fetch.prefix_source, fetch.handoff.first_token
-        request = pb.FetchRequest(handoff=handoff_to_proto(fetch.handoff), hashes=b"".join(fetch.hashes))
+        request = pb.FetchRequest(handoff=to_message(pb.Handoff, fetch.handoff), hashes=b"".join(fetch.hashes))
         try:
             await others.open(fetch.incoming.opening)
             async with self.to(prefix_source) as channel:
                 async for event in rpc.PrefixFetchStub(channel).Fetch(request, timeout=fetch.timeout_s):
-                    if event.WhichOneof("event") == "granted" and event.granted.num_tokens <= first_token:
+                    if event.WhichOneof("event") == "served" and event.served.num_tokens <= first_token:
                         missed(f"prefix is no longer cached on {prefix_source.replica}")
         except ClusterError as error:  # from the source, or from an own rank that did not open the handoff
             missed(str(error))

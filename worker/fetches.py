@@ -94,7 +94,7 @@ class Fetches:
             self._on_incoming(fetch.owner.sequence, fetch.handoff.first_token, landing.num_tokens, landing.features)
             self._totals.prefix_fetches += 1
             self._totals.fetched_tokens += fetch.num_tokens
-            self._totals.pull_seconds += time.monotonic() - fetch.begun_at
+            self._totals.fetch_seconds += time.monotonic() - fetch.begun_at
             self._queue.fetched(fetch.owner, fetch.num_tokens)
 
     def missed(self, fetch: Fetch[Prompt], reason: str) -> None:
@@ -133,6 +133,6 @@ class Fetches:
 
     def _failed(self, fetch: Fetch[Prompt], reason: str) -> None:
         logger.info("fetch failed request=%s source=%s: %s", fetch.owner.id, fetch.prefix_source.replica, reason)
-        self._totals.pull_failures += 1
+        self._totals.fetch_failures += 1
         fetch.owner.sequence.leave_out(fetch.incoming.opening.exposed)
         self._queue.fetch_failed(fetch.owner)

@@ -66,8 +66,12 @@ _COUNTERS = (
     ("transfer_failures", "xpyd_kv_transfer_failures_total", "KV handoffs failed."),
     ("prefix_fetches", "xpyd_prefix_fetches_total", "Prefixes fetched from another replica."),
     ("fetched_tokens", "xpyd_fetched_tokens_total", "Prompt tokens fetched from another replica."),
-    ("pull_failures", "xpyd_prefix_fetch_failures_total", "Prefix fetches failed; the replica computed the prefix."),
-    ("pull_seconds", "xpyd_prefix_fetch_seconds_total", "Time of completed prefix fetches, from request to last byte."),
+    ("fetch_failures", "xpyd_prefix_fetch_failures_total", "Prefix fetches failed; the replica computed the prefix."),
+    (
+        "fetch_seconds",
+        "xpyd_prefix_fetch_seconds_total",
+        "Time of completed prefix fetches, from request to last byte.",
+    ),
     ("preemptions", "xpyd_preemptions_total", "Sequences preempted: they lost their blocks and are recomputed."),
     ("cancelled", "xpyd_cancelled_sequences_total", "Sequences cancelled before they finished."),
 )

@@ -100,7 +100,7 @@ class Moves:
 
     def knows(self, key: HandoffKey) -> bool:
         """Return whether a handoff is or was used for a migration."""
-        return self._outgoing_transfers.knows(key) or any(move.handoff.key == key for move in self._under_way.values())
+        return self._outgoing_transfers.knows(key)
 
     def begin(self, sequence: Sequence, handoff: Handoff, listener: MoveListener, *, step_s: float) -> None:
         """Start shipping a decoding choice, unless it is expected to finish sooner. step_s: seconds per token."""
@@ -117,6 +117,7 @@ class Moves:
             step_s=step_s,
         ):
             self._under_way[sequence] = Move(sequence, handoff, listener)
+            self._outgoing_transfers.claim(handoff.key)
             sequence.most_tokens = handoff.max_tokens  # capacity of the receiver
             if sequence.state_slots:
                 self._engine.in_step.add(sequence)
@@ -207,6 +208,7 @@ class Moves:
         self._engine.in_step.discard(move.sequence)
         if move.outgoing:
             self._outgoing_transfers.abort(move.outgoing, error)
+        self._outgoing_transfers.release(move.handoff.key)
         if move.state is MoveState.PAUSED:
             self._engine.resume(move.sequence)
         move.listener.stays(str(error))

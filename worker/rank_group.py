@@ -19,7 +19,7 @@ from core.rpc import transfer_pb2_grpc as rpc
 from core.types.errors import ReplicaLost
 from core.wire.call_errors import error_of
 from core.wire.channel import open_lasting_channel
-from core.wire.proto_fields import to_message
+from core.wire.messages import to_message
 from core.wire.rank_server import RankHost
 from engine.runner.parallel import TensorParallel
 from kvtransfer.protocol.frames import Opening
@@ -47,13 +47,6 @@ class OtherRanks:
             if rank != own
         }
         self._stubs = {r: rpc.RankStub(channel) for r, channel in self._channels.items()}
-
-    @classmethod
-    async def connect(
-        cls, addresses: list[str], *, identity: Identity, steps: StepCount, timeout_s: float
-    ) -> OtherRanks:
-        """Create the channels on the event loop that will use them."""
-        return cls(addresses, identity=identity, steps=steps, timeout_s=timeout_s)
 
     async def open(self, opening: Opening) -> None:
         """Open a handoff on every other rank, after all steps broadcast so far, which may have freed its blocks.
@@ -104,6 +97,15 @@ async def _call(method: _Method, request: Message, *, rank: int, timeout_s: floa
         raise error_of(error, peer=f"rank {rank}") from error
 
 
+def connect(host: RankHost, addresses: list[str], *, steps: StepCount, start_s: float, ask_s: float) -> OtherRanks:
+    """Connect to the other ranks of this replica, on the event loop that will use the channels."""
+
+    async def connected() -> OtherRanks:
+        return OtherRanks(addresses, identity=host.identity, steps=steps, timeout_s=ask_s)
+
+    return host.call(connected(), timeout_s=start_s)
+
+
 def open_gang(
     servicer: RankServicer,
     host: RankHost,
@@ -121,8 +123,7 @@ def open_gang(
     `ask_s` bounds each later call between ranks. A gang runs on one node and uses loopback, because Gloo does not
     authenticate its peers.
     """
-    connecting = OtherRanks.connect(addresses, identity=host.identity, steps=steps, timeout_s=ask_s)
-    others = host.call(connecting, timeout_s=start_s)
+    others = connect(host, addresses, steps=steps, start_s=start_s, ask_s=ask_s)
     size = len(addresses)
     if size == 1:
         return others, TensorParallel()

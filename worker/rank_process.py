@@ -47,9 +47,8 @@ from kvtransfer.transfer.serve_fetches import FetchServicer, ServedFetches
 from kvtransfer.transfer.wire_messages import Part, part_to_report
 from worker.gang_runner import GangRunner
 from worker.grammars import Grammars
-from worker.handover_state import HandoverState, LeaderHandoverState
-from worker.rank_group import OtherRanks, open_gang
-from worker.rank_setup import RankSetup, load_model, open_tiers
+from worker.rank_group import OtherRanks, connect, open_gang
+from worker.rank_setup import HandoverState, LeaderHandoverState, RankSetup, load_model, open_tiers
 from worker.replica_service import ReplicaService
 from worker.role_parts import LeaderParts, RoleParts
 from worker.worker import EngineParts
@@ -119,8 +118,10 @@ class RankProcess:
         assert self._host, "call bind() first"
         self._watch = Stopwatch()
         setup, handover_state = self._new_setup(addresses=addresses, host=self._host), self._handover_state
-        if handover_state:
-            self._others, runner = self._reconnect(setup), handover_state.runner
+        if handover_state:  # the process group is kept; the other ranks have new names and addresses
+            start_s, ask_s = setup.spec.timeouts.start_s, setup.spec.timeouts.handoff_s
+            self._others = connect(setup.host, addresses, steps=self._steps, start_s=start_s, ask_s=ask_s)
+            runner = handover_state.runner
         else:
             self._others, parallel = self._join_gang(setup)
             runner = load_model(setup, parallel, self._device, self._role.configure)
@@ -235,14 +236,6 @@ class RankProcess:
             start_s=timeouts.start_s,
             ask_s=timeouts.handoff_s,
         )
-
-    def _reconnect(self, setup: RankSetup) -> OtherRanks:
-        """Connect to the other ranks under their new names and addresses. The process group is kept."""
-        timeouts = setup.spec.timeouts
-        connecting = OtherRanks.connect(
-            setup.addresses, identity=setup.host.identity, steps=self._steps, timeout_s=timeouts.handoff_s
-        )
-        return setup.host.call(connecting, timeout_s=timeouts.start_s)
 
     def _follow(
         self, setup: RankSetup, runner: ModelRunner, others: OtherRanks, handover_state: HandoverState | None

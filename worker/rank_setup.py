@@ -18,19 +18,23 @@ from core.types.errors import SpecError
 from core.types.failpoint import Failpoint, unobserved
 from core.types.launch import Launch
 from core.types.request import Role
-from core.types.role_switch import largest_step
+from core.types.role_switch import largest_step, unlike
 from core.wire.rank_server import RankHost
 from engine.config import GIB, EngineConfig
+from engine.kv.block_manager import BlockManager
 from engine.runner.parallel import TensorParallel
 from engine.runner.runner import ModelRunner
+from engine.scheduler.prompts import Prompt
 from engine.tiers.block_file import Stamp
 from engine.tiers.commands import LoadResult
 from engine.tiers.directory_lock import DirectoryLock, choose_lock, open_key, take_lock
 from engine.tiers.disk_store import DiskStore
 from engine.tiers.host_store import HostStore
 from engine.tiers.rank_tiers import RankTiers
+from engine.tiers.tiers import Tiers
 from kvtransfer.links.backends import backend_for
 from kvtransfer.links.nccl import NCCL_BYTES
+from worker.grammars import Grammars
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,3 +186,33 @@ def num_link_peers(spec: Spec, tensor_parallel: int) -> int:
     pools = zip((spec.prefill, spec.decode), bounds, strict=True)
     of_each = ((max(pool.replicas, most), -(-pool.tensor_parallel // tensor_parallel)) for pool, most in pools)
     return max(0, sum(replicas * ranks for replicas, ranks in of_each) - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaderHandoverState:
+    """State of rank 0. Every block is free or cached."""
+
+    blocks: BlockManager
+    tiers: Tiers[Prompt]
+    grammars: Grammars
+
+
+@dataclass(frozen=True, kw_only=True)
+class HandoverState:
+    """State of an idle rank: nothing computes, and no link accesses its blocks."""
+
+    spec: Spec  # as loaded
+    role: Role  # as loaded
+    runner: ModelRunner
+    tiers: RankTiers | None
+    leader: LeaderHandoverState | None
+
+    def check(self, spec: Spec, role: Role) -> None:
+        """Raise SpecError if this state does not fit a rank with the given spec and role."""
+        if names := unlike(self.spec, self.role, spec):
+            raise SpecError(f"loaded {', '.join(names)} differ from those of a {role} replica")
+        most, needed = largest_step(self.spec, self.role), largest_step(spec, role)
+        if self.runner.device.type == "cuda" and any(need > had for need, had in zip(needed, most, strict=True)):
+            raise SpecError(
+                f"memory for steps of {most[0]} tokens and {most[1]} sequences, needs {needed[0]} and {needed[1]}"
+            )

@@ -31,7 +31,7 @@ from core.types.tier import Tier
 from core.types.validation import check
 from core.wire.channel import open_channel
 from core.wire.frames import STATUS_S, FrameHub
-from core.wire.messages import handoff_from_proto, sequence_from_proto
+from core.wire.messages import from_message, sequence_from_proto
 from engine.kv.block_manager import BlockManager
 from engine.kv.layout import KVLayout
 from engine.scheduler.prompts import Prompt
@@ -150,7 +150,7 @@ class ReplicaService:
 
     def handoff_of(self, message: pb.Handoff) -> Handoff:
         """Parse and validate a handoff that this replica will fill. Raises RequestError."""
-        handoff = handoff_from_proto(message)
+        handoff = from_message(Handoff, message)
         check_handoff(handoff, self._layout)
         return handoff
 
@@ -299,7 +299,7 @@ class ReplicaService:
     def _publish(self, *, has_status: bool = True) -> None:
         """Post everything new since the last step to the event loop, in one call."""
         status = self._new_status() if has_status else self._status
-        tokens, changes = self.worker.answers.take_tokens(), self.worker.take_changes()
+        tokens, changes = self.worker.answers.take_tokens(), self.worker.tiers.take_changes()
         if tokens or changes or status != self._status:
             self._status = status
             self._host.post(self._publish_now, tokens, status, changes)
@@ -322,7 +322,7 @@ class ReplicaService:
 
     async def _snapshot(self) -> Mapping[bytes, Tier]:
         answer: asyncio.Future[Mapping[bytes, Tier]] = asyncio.get_running_loop().create_future()
-        self.post(lambda: self._host.post(answer.set_result, self.worker.held()))
+        self.post(lambda: self._host.post(answer.set_result, self.worker.tiers.table.held()))
         return await answer
 
 

@@ -17,7 +17,7 @@ from core.types.prompt_logprobs import MAX_PROMPT_NUMBERS
 from core.types.request import Sampling, SequenceRequest
 from core.types.validation import check as _check
 from core.types.validation import check_address, check_name
-from core.wire.messages import prefix_source_from_proto
+from core.wire.messages import from_message
 
 _MAX_ID = 512  # shorter than the limit of a handoff id, which contains it
 _MAX_CHOICES = 1024
@@ -56,7 +56,7 @@ def prefix_source_of(message: pb.PrefillRequest | pb.GenerateRequest) -> PrefixS
     """Return the replica that may hold a prefix, or None. Raises RequestError."""
     if not message.HasField("prefix_source"):
         return None
-    prefix_source = prefix_source_from_proto(message.prefix_source)
+    prefix_source = from_message(PrefixSource, message.prefix_source)
     check_name(prefix_source.replica, "holder.replica")
     check_address(prefix_source.address, "holder.address")
     return prefix_source

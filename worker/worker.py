@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -14,14 +12,14 @@ from core.types.errors import ClusterError
 from core.types.failpoint import FailpointStage
 from core.types.handoff import Handoff, PrefixSource
 from core.types.tier import Tier
-from core.wire.messages import timing_to_proto
+from core.wire.messages import to_message
 from engine.engine import Engine, SchedulerConfig
 from engine.kv.block_manager import BlockManager
 from engine.runner.streams import DeviceEvent
 from engine.sampling.sampler import sample
 from engine.scheduler.prompts import Prompt
 from engine.scheduler.sequence import Sequence
-from engine.scheduler.step import ScheduledStep, StepResult
+from engine.scheduler.step import KVConnector, StepResult
 from engine.scheduler.step_commands import Orders
 from engine.spec_decode.acceptance_rates import RowYield
 from engine.spec_decode.speculation import Speculation
@@ -37,7 +35,6 @@ from worker.answers import Answers, RequestListener
 from worker.fetches import Fetches
 from worker.gang_runner import GangRunner
 from worker.migrations import MoveListener, Moves
-from worker.prompt_timing import PromptClock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,10 +63,10 @@ class EngineParts:
             self.gang.execute(None, orders)
 
 
-class Worker(ABC):
+class Worker(KVConnector, ABC):
     """Requests of one replica, on rank 0. All methods but the constructor run on the step thread.
 
-    A role adds how KV enters and leaves, and implements engine.scheduler.step.KVConnector.
+    A role adds how KV enters and leaves: the methods of KVConnector, and `shipped`.
     """
 
     def __init__(
@@ -85,7 +82,6 @@ class Worker(ABC):
         self.pace = Pace(DeviceEvent if parts.gang.runner.device.type == "cuda" else HostEvent)
         self.link_rate = Rate()  # bytes/s
         self._yield = RowYield()
-        self.clock = PromptClock()
         self.engine: Engine[Tensor] = Engine(
             parts.gang,
             sample,
@@ -115,7 +111,7 @@ class Worker(ABC):
         self.gang = parts.gang
         self.parts = parts
         self._blocks = parts.blocks
-        self._tiers = parts.tiers
+        self.tiers = parts.tiers
         self._speculation = speculation
         self._corpus = corpus
 
@@ -162,17 +158,13 @@ class Worker(ABC):
 
     # Steps.
 
-    @abstractmethod
     def step(self) -> bool:
         """Run one step. Returns False if there was nothing to do."""
-
-    @abstractmethod
-    def begin_step(self, admitted: Seq[Prompt]) -> None:
-        """Prepare a step."""
-
-    @abstractmethod
-    def orders(self, step: ScheduledStep) -> Orders:
-        """Return the orders of a step."""
+        self._expire()
+        result = self.engine.step()
+        self._count_step(result)
+        self._take(result)
+        return result.did_work
 
     # Results for the event loop, and the end of the replica.
 
@@ -183,8 +175,8 @@ class Worker(ABC):
 
     def heartbeat(self) -> None:
         """Send an empty step while idle, so that the other ranks do not time out."""
-        self._tiers.save_ahead()
-        orders = self._tiers.table.take_orders()
+        self.tiers.save_ahead()
+        orders = self.tiers.table.take_orders()
         if orders or self.gang.has_others:
             self.gang.execute(None, Orders(tiers=orders))
 
@@ -199,7 +191,7 @@ class Worker(ABC):
 
     def stop(self) -> None:
         """Save valuable blocks to lower tiers, then stop the other ranks."""
-        self._tiers.save_ahead(is_last=True)
+        self.tiers.save_ahead(is_last=True)
         self.stop_ranks()
 
     def stop_ranks(self) -> None:
@@ -207,14 +199,6 @@ class Worker(ABC):
         self.parts.flush_copies()
         if self.gang.has_others:
             self.gang.execute(None, Orders(stop=True))
-
-    def take_changes(self) -> Mapping[bytes, Tier | None]:
-        """Return the tier of each block whose tier has changed since the last call, by prefix hash; None: evicted."""
-        return self._tiers.take_changes()
-
-    def held(self) -> Mapping[bytes, Tier]:
-        """Return the tier of every block that the replica holds, by prefix hash."""
-        return self._tiers.table.held()
 
     def status(self) -> pb.Status:
         """Return the replica's status. The role adds its own fields."""
@@ -231,7 +215,7 @@ class Worker(ABC):
             blocks_cached=num_cached,
             prefill_tokens_per_s=self.pace.prompt_tokens_per_s,
             link_bytes_per_s=self.link_rate.per_s,
-            timing=timing_to_proto(self.pace.timing),
+            timing=to_message(pb.StepTiming, timing) if (timing := self.pace.timing) else None,
             tokens_per_row=self._yield.tokens_per_row,
             drafted_per_row=self._yield.drafted_per_row,
         )
@@ -254,7 +238,6 @@ class Worker(ABC):
         except ClusterError:
             self.fetches.forget(prompt)
             raise
-        self.clock.queued(prompt)
         if not (prompt.is_received or prompt.fetch_only):
             self.totals.prompt_tokens += len(prompt.sequence.tokens)
 
@@ -264,34 +247,37 @@ class Worker(ABC):
 
     def _cancel(self, prompt: Prompt) -> None:
         """Cancel a prompt. It may be complete already."""
-        self.clock.forget(prompt)
         self.fetches.cancel(prompt)
         self.engine.cancel(prompt)
 
-    def _step_engine(self) -> StepResult:
-        """Run one step of the engine and update the totals."""
+    def _expire(self) -> None:
+        """Give up transfers past their deadline, before a step."""
         self.fetches.expire()
-        result = self.engine.step()
+
+    def _count_step(self, result: StepResult) -> None:
+        """Update the totals, and forget the prompts that are complete."""
         if result.sampled or result.prefilled:
             self.gang.failpoint(FailpointStage.SAMPLED, "")
         self.totals.computed_tokens += result.num_computed
-        self.totals.generated_tokens += result.num_generated
+        self.totals.generated_tokens += len(result.sampled) + sum(len(one.tokens) for one in result.prefilled)
         self.totals.forced_tokens += result.num_known
         if rows := result.num_rows:
             self._yield.add(rows, num_tokens=len(result.sampled), num_drafted=result.num_drafted)
         for sequence in result.failed:
             if not sequence.is_contradicted:
-                self._tiers.table.forget(sequence.hashes())
+                self.tiers.table.forget(sequence.hashes())
         for prompt in result.fetched:
-            self.clock.forget(prompt)
             self.fetches.forget(prompt)
         for prefilled in result.prefilled:
             self._note_whole(prefilled.prompt)
-        return result
+
+    def _take(self, result: StepResult) -> None:
+        """Distribute the results of a step."""
+        self.answers.take(result)
 
     def _note_whole(self, prompt: Prompt) -> None:
         """Record that a prompt's KV is complete."""
-        prompt.spent = self.clock.whole(prompt)
+        prompt.spent = prompt.times.whole()
         self.fetches.forget(prompt)
         self.totals.prefix_hit_tokens += prompt.num_found
 
@@ -328,7 +314,7 @@ class Worker(ABC):
             self.totals.drafted.add(method=method, tokens=drafted, accepted=accepted)
 
     def _add_tiers(self, status: pb.Status) -> None:
-        tiers, totals = self._tiers, self.totals
+        tiers, totals = self.tiers, self.totals
         totals.host_hit_tokens = tiers.hit_tokens(Tier.HOST)
         totals.disk_hit_tokens = tiers.hit_tokens(Tier.DISK)
         totals.host_saved_bytes = tiers.saved_bytes(Tier.HOST)

@@ -15,7 +15,7 @@ from core.rpc import worker_pb2 as pb
 from core.types.errors import ClusterError
 from core.types.handoff import Handoff
 from core.types.request import Sampling, SequenceRequest
-from core.wire.messages import handoff_from_proto
+from core.wire.messages import from_message
 from router.serving.grpc_worker import GrpcWorker
 from tests.support.local_cluster import LocalCluster, LocalReplica
 from tests.support.waiting import becomes
@@ -101,7 +101,7 @@ class HandRouter:
         call = worker.generate(request, timeout_s=self._deadline_s)
         event = await anext(call)
         held = HeldRequest(
-            request, handoff_from_proto(event.reserved.handoff), self._tokens[request.stream], call.cancel
+            request, from_message(Handoff, event.reserved.handoff), self._tokens[request.stream], call.cancel
         )
 
         async def lease() -> None:

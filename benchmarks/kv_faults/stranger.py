@@ -17,7 +17,7 @@ from core.types.handoff import Handoff
 from core.types.prefix_hash import block_hashes, root_hash
 from core.types.wire_version import WIRE_VERSION
 from core.wire.channel import open_channel
-from core.wire.messages import handoff_to_proto
+from core.wire.messages import to_message
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
 from kvtransfer.links.link import LinkGuard
@@ -113,7 +113,7 @@ class Stranger:
         return reply
 
     async def fetch(self, replica: LocalReplica, prompt: list[int], *, salt: str) -> int:
-        """Request a prefix by the hashes of these tokens under this salt. Returns the number of granted positions."""
+        """Request a prefix by the hashes of these tokens under this salt. Returns the number of served positions."""
         seen, end = self._cluster.seen(replica), len(prompt) // 16 * 16
         handoff = Handoff(
             id=f"prefill-900/{salt}",
@@ -127,10 +127,10 @@ class Stranger:
             ttl_s=_CALL_S,
         )
         hashes = block_hashes(root_hash(self._cluster.model, salt=salt), prompt[:end], block_size=16)
-        request = worker_pb2.FetchRequest(handoff=handoff_to_proto(handoff), hashes=b"".join(hashes))
+        request = worker_pb2.FetchRequest(handoff=to_message(worker_pb2.Handoff, handoff), hashes=b"".join(hashes))
         peer = self._identity.rank(seen.id, 0)
         async with open_channel(seen.member.address, peer=peer, identity=self._identity) as channel:
             call = worker_pb2_grpc.PrefixFetchStub(channel).Fetch(request, timeout=_CALL_S)
             event = await anext(aiter(call))
             call.cancel()
-        return int(event.granted.num_tokens)
+        return int(event.served.num_tokens)

@@ -188,10 +188,10 @@ async def _foreign_prefix(stage: Stage) -> None:
     """A replica requests another tenant's prefix, first without the tenant's salt, then with it, which is permitted."""
     prompt = await stage.prompt()
     await stage.ask(prompt, salt=_SALT)
-    granted = await stage.pending_peer.fetch(stage.prefill, prompt, salt="")
-    stage.outcome.num_foreign += granted > 0
+    num_served = await stage.pending_peer.fetch(stage.prefill, prompt, salt="")
+    stage.outcome.num_foreign += num_served > 0
     assert await stage.pending_peer.fetch(stage.prefill, prompt, salt=_SALT) > 0, "the prefix was not cached"
-    stage.outcome.seen = f"{granted} positions granted"
+    stage.outcome.seen = f"{num_served} positions served"
 
 
 async def _evicted(stage: Stage) -> None:
@@ -207,7 +207,7 @@ async def _evicted(stage: Stage) -> None:
         await stage.ask(other)
     stage.direct(prompt, (stage.prefill, stage.decode), fetch_from=prefix_source.id, fetch_tokens=64)
     await stage.ask(prompt)
-    stage.outcome.seen = "fewer positions granted, the rest computed"
+    stage.outcome.seen = "fewer positions served, the rest computed"
     await stage.settle()
     await stage.removed(prefix_source)
 

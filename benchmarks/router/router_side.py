@@ -27,7 +27,7 @@ from frontend.text.completion import Completions
 from frontend.text.completion_request import ModelCard
 from frontend.text.tokenizer import Tokenizer
 from router.routing.chooser import Chooser
-from router.routing.plain_policies import make_policy
+from router.routing.policies import make_policy
 from router.serving.core import RouterCore
 from router.serving.grpc_worker import GrpcWorker
 from router.serving.replicas import Replicas

@@ -154,12 +154,12 @@ class FetchRequest(_message.Message):
     def __init__(self, handoff: _Optional[_Union[Handoff, _Mapping]] = ..., hashes: _Optional[bytes] = ...) -> None: ...
 
 class FetchEvent(_message.Message):
-    __slots__ = ("granted", "shipped")
-    GRANTED_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("served", "shipped")
+    SERVED_FIELD_NUMBER: _ClassVar[int]
     SHIPPED_FIELD_NUMBER: _ClassVar[int]
-    granted: FetchServed
+    served: FetchServed
     shipped: Shipped
-    def __init__(self, granted: _Optional[_Union[FetchServed, _Mapping]] = ..., shipped: _Optional[_Union[Shipped, _Mapping]] = ...) -> None: ...
+    def __init__(self, served: _Optional[_Union[FetchServed, _Mapping]] = ..., shipped: _Optional[_Union[Shipped, _Mapping]] = ...) -> None: ...
 
 class FetchServed(_message.Message):
     __slots__ = ("num_tokens",)
@@ -476,7 +476,7 @@ class StepTiming(_message.Message):
     def __init__(self, base_s: _Optional[float] = ..., token_s: _Optional[float] = ..., pair_s: _Optional[float] = ..., context_s: _Optional[float] = ...) -> None: ...
 
 class Totals(_message.Message):
-    __slots__ = ("prompt_tokens", "prefix_hit_tokens", "generated_tokens", "transfer_bytes", "transfer_seconds", "transfers", "transfer_failures", "preemptions", "cancelled", "migrations", "computed_tokens", "prefix_fetches", "fetched_tokens", "pull_failures", "pull_seconds", "host_hit_tokens", "disk_hit_tokens", "host_saved_bytes", "disk_saved_bytes", "tier_losses", "forced_tokens", "drafted")
+    __slots__ = ("prompt_tokens", "prefix_hit_tokens", "generated_tokens", "transfer_bytes", "transfer_seconds", "transfers", "transfer_failures", "preemptions", "cancelled", "migrations", "computed_tokens", "prefix_fetches", "fetched_tokens", "fetch_failures", "fetch_seconds", "host_hit_tokens", "disk_hit_tokens", "host_saved_bytes", "disk_saved_bytes", "tier_losses", "forced_tokens", "drafted")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -490,8 +490,8 @@ class Totals(_message.Message):
     COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_FETCHES_FIELD_NUMBER: _ClassVar[int]
     FETCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    PULL_FAILURES_FIELD_NUMBER: _ClassVar[int]
-    PULL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    FETCH_FAILURES_FIELD_NUMBER: _ClassVar[int]
+    FETCH_SECONDS_FIELD_NUMBER: _ClassVar[int]
     HOST_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DISK_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     HOST_SAVED_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -512,8 +512,8 @@ class Totals(_message.Message):
     computed_tokens: int
     prefix_fetches: int
     fetched_tokens: int
-    pull_failures: int
-    pull_seconds: float
+    fetch_failures: int
+    fetch_seconds: float
     host_hit_tokens: int
     disk_hit_tokens: int
     host_saved_bytes: int
@@ -521,7 +521,7 @@ class Totals(_message.Message):
     tier_losses: int
     forced_tokens: int
     drafted: _containers.RepeatedCompositeFieldContainer[Drafted]
-    def __init__(self, prompt_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., transfer_seconds: _Optional[float] = ..., transfers: _Optional[int] = ..., transfer_failures: _Optional[int] = ..., preemptions: _Optional[int] = ..., cancelled: _Optional[int] = ..., migrations: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., prefix_fetches: _Optional[int] = ..., fetched_tokens: _Optional[int] = ..., pull_failures: _Optional[int] = ..., pull_seconds: _Optional[float] = ..., host_hit_tokens: _Optional[int] = ..., disk_hit_tokens: _Optional[int] = ..., host_saved_bytes: _Optional[int] = ..., disk_saved_bytes: _Optional[int] = ..., tier_losses: _Optional[int] = ..., forced_tokens: _Optional[int] = ..., drafted: _Optional[_Iterable[_Union[Drafted, _Mapping]]] = ...) -> None: ...
+    def __init__(self, prompt_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., transfer_seconds: _Optional[float] = ..., transfers: _Optional[int] = ..., transfer_failures: _Optional[int] = ..., preemptions: _Optional[int] = ..., cancelled: _Optional[int] = ..., migrations: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., prefix_fetches: _Optional[int] = ..., fetched_tokens: _Optional[int] = ..., fetch_failures: _Optional[int] = ..., fetch_seconds: _Optional[float] = ..., host_hit_tokens: _Optional[int] = ..., disk_hit_tokens: _Optional[int] = ..., host_saved_bytes: _Optional[int] = ..., disk_saved_bytes: _Optional[int] = ..., tier_losses: _Optional[int] = ..., forced_tokens: _Optional[int] = ..., drafted: _Optional[_Iterable[_Union[Drafted, _Mapping]]] = ...) -> None: ...
 
 class Drafted(_message.Message):
     __slots__ = ("method", "tokens", "accepted")

@@ -81,7 +81,6 @@ class TrafficReport:
     router: str
     arrived: dict[int, SeenRequest]  # by the router's own number; finished ones included
     changed: dict[int, SeenRequest]  # reported before; since then got a first token or finished
-    num_lost: int  # requests dropped for lack of room
     num_waiting: int = 0  # requests queued for a replica
     replicas: tuple[ReplicaReport, ...] = ()
 

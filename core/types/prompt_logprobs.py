@@ -15,7 +15,7 @@ MAX_PROMPT_NUMBERS = 1 << 18  # log-probabilities per request, top tokens includ
 _PART = 1 << 15  # log-probabilities per message
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class PromptLogprobs:
     """Log-probabilities of consecutive prompt tokens. The first token of a prompt has none: nothing precedes it.
 
@@ -35,32 +35,12 @@ class PromptLogprobs:
         return int(self.top_ids_PK.shape[1])
 
     @classmethod
-    def of(
-        cls,
-        logprobs: NDArray[np.float32],
-        ranks: NDArray[np.int32],
-        top_ids: NDArray[np.int32],
-        top_logprobs: NDArray[np.float32],
-    ) -> PromptLogprobs:
-        """Build from arrays in the order of `columns`."""
-        return cls(logprobs_P=logprobs, ranks_P=ranks, top_ids_PK=top_ids, top_logprobs_PK=top_logprobs)
-
-    @classmethod
-    def none(cls, num_top: int) -> PromptLogprobs:
-        """Return an empty object with `num_top` columns of top tokens."""
-        one, several = np.zeros(0), np.zeros((0, num_top))
-        return cls(
-            logprobs_P=one.astype(np.float32),
-            ranks_P=one.astype(np.int32),
-            top_ids_PK=several.astype(np.int32),
-            top_logprobs_PK=several.astype(np.float32),
-        )
-
-    @classmethod
     def joined(cls, parts: Iterable[PromptLogprobs], *, num_top: int) -> PromptLogprobs:
         """Concatenate parts that all have `num_top` top tokens."""
-        columns = zip(*(part.columns for part in (cls.none(num_top), *parts)), strict=True)
-        return cls.of(*(np.concatenate(column) for column in columns))
+        floats, ints = np.zeros((0, 1 + num_top), np.float32), np.zeros((0, 1 + num_top), np.int32)
+        empty = cls(floats[:, 0], ints[:, 0], ints[:, 1:], floats[:, 1:])
+        columns = zip(*(part.columns for part in (empty, *parts)), strict=True)
+        return cls(*(np.concatenate(column) for column in columns))
 
     @property
     def columns(self) -> tuple[NDArray[Any], ...]:
@@ -71,4 +51,4 @@ class PromptLogprobs:
         """Split into parts that fit into a message, in order; an empty object yields none."""
         size = max(1, _PART // (1 + self.num_top))
         for start in range(0, len(self), size):
-            yield self.of(*(column[start : start + size] for column in self.columns))
+            yield PromptLogprobs(*(column[start : start + size] for column in self.columns))

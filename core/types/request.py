@@ -146,11 +146,6 @@ class SampledToken:
     finish_reason: FinishReason | None = None
     drafts: DraftTally | None = None  # statistics since the choice's last token that carried one
 
-    @property
-    def is_plain(self) -> bool:
-        """True if the token has no data besides its id."""
-        return self.logprob is None and self.finish_reason is None and self.drafts is None
-
 
 def choice_seed(seed: int, choice: int) -> int:
     """Return the seed of choice `choice` of a request. Choice 0 keeps the request's own seed."""

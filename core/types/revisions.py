@@ -58,6 +58,11 @@ class RevisionCounts:
     ttft_s: float = 0.0  # sum over the answered requests
     itl_s: float = 0.0  # sum over the answered requests of their mean
 
+    def add_answer(self, ttft_s: float, itl_s: float) -> None:
+        self.answered += 1
+        self.ttft_s += ttft_s
+        self.itl_s += itl_s
+
     def plus(self, other: RevisionCounts) -> RevisionCounts:
         mine, others = asdict(self), asdict(other)
         return RevisionCounts(**{name: count + others[name] for name, count in mine.items()})

@@ -1,4 +1,4 @@
-"""Model of step time: four numbers, learnt from a replica's steps or read from a profile.
+"""Model of step time, and times of a prompt. The model has four numbers, learnt from steps or read from a profile:
 
 step = base + token · T + pair · A + context · C
 
@@ -9,7 +9,8 @@ C  positions that decoding rows read: memory traffic of attention
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from time import monotonic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,35 @@ class PromptSpent:
     waited_s: float = 0.0  # from its call to its first step, or to its prefix fetch
     fetched_s: float = 0.0  # until the fetched prefix arrived
     computed_s: float = 0.0  # until its last token was computed
+
+
+@dataclass(slots=True)
+class PromptTimes:
+    """Moments of a prompt on one replica, by time.monotonic. 0: not reached."""
+
+    queued: float = field(default_factory=monotonic)
+    turn: float = 0.0  # first step, or start of the first prefix fetch
+    computing: float = 0.0  # first step
+
+    def begin_fetch(self) -> None:
+        self.turn = self.turn or monotonic()
+
+    def begin_step(self) -> None:
+        self.computing = self.computing or monotonic()
+        self.turn = self.turn or self.computing
+
+    def waited(self) -> PromptSpent:
+        """Return the breakdown of a prompt that is admitted now."""
+        return PromptSpent(waited_s=monotonic() - self.queued)
+
+    def whole(self) -> PromptSpent:
+        """Return the breakdown of a prompt that is complete now; of zeros if this replica computed nothing of it."""
+        if not self.turn:
+            return PromptSpent()
+        began = self.computing or self.turn
+        return PromptSpent(
+            waited_s=self.turn - self.queued, fetched_s=began - self.turn, computed_s=monotonic() - began
+        )
 
 
 def pairs(num_tokens: int, *, after: int) -> int:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from typing import Any, NoReturn, TypeVar, cast
 
 import grpc
@@ -32,15 +32,22 @@ async def abort_with(context: aio.ServicerContext[Any, Any], error: ClusterError
     raise AssertionError("abort returned")
 
 
+@asynccontextmanager
+async def aborting(context: aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
+    """End the call with the ClusterError that the block raises, if it does."""
+    try:
+        yield
+    except ClusterError as error:
+        await abort_with(context, error)
+
+
 def rejects(method: Method) -> Method:
     """Decorate a unary-unary servicer method: a ClusterError ends the call with that error."""
 
     @functools.wraps(method)
     async def call(servicer: Any, request: Any, context: aio.ServicerContext[Any, Any]) -> Any:
-        try:
+        async with aborting(context):
             return await method(servicer, request, context)
-        except ClusterError as error:
-            await abort_with(context, error)
 
     return cast(Method, call)
 

@@ -27,7 +27,7 @@ from core.types.request import SampledToken
 from core.types.validation import check_name
 from core.wire.channel import MAX_MESSAGE_BYTES, PING_EVERY_S
 from core.wire.message_stream import BadMessage, MessageStream, client_context, server_context
-from core.wire.messages import stream_token_to_proto
+from core.wire.messages import add_stream_token
 
 logger = logging.getLogger(__name__)
 
@@ -278,26 +278,25 @@ class _Outbox:
         self.frame = pb.Frame()
         self.number = 0
         self.wake = asyncio.Event()
-        self._plain: list[StreamToken] = []
-        self._rich: list[pb.StreamTokens] = []  # tokens with more than an id, sent after the plain ones
+        self._is_plain = True  # the frame has no token with more than an id
 
     def add(self, tokens: Iterable[StreamToken]) -> None:
+        streams, token_ids = list[int](), list[int]()
         for stream, token in tokens:
-            # Once a rich token is queued, all later ones are: a stream's tokens must stay in order.
-            if not self._rich and token.is_plain:
-                self._plain.append((stream, token))
+            # Plain tokens are read first. A stream's tokens must stay in order, so none follows one with details.
+            self._is_plain &= token.logprob is None and token.finish_reason is None and token.drafts is None
+            if self._is_plain:
+                streams.append(stream)
+                token_ids.append(token.token_id)
             else:
-                self._rich.append(stream_token_to_proto(stream, token))
+                add_stream_token(self.frame, stream, token)
+        self.frame.plain_streams.extend(streams)
+        self.frame.plain_token_ids.extend(token_ids)
         self.wake.set()
 
     def next_frame(self) -> pb.Frame:
         frame, self.frame = self.frame, pb.Frame()
-        plain, self._plain = self._plain, []
-        rich, self._rich = self._rich, []
-        frame.number = self.number
-        frame.plain_streams.extend([stream for stream, _ in plain])
-        frame.plain_token_ids.extend([token.token_id for _, token in plain])
-        frame.streams.extend(rich)
+        frame.number, self._is_plain = self.number, True
         self.number += 1
         return frame
 

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from functools import cache
 from typing import TypeVar
 
 import numpy as np
+from google.protobuf.descriptor import Descriptor
+from google.protobuf.message import Message
 from numpy.typing import NDArray
 
 from core.rpc import worker_pb2 as pb
 from core.types.errors import RequestError, TransferError
-from core.types.handoff import Handoff, PrefixSource
+from core.types.json_records import Record
 from core.types.prompt_logprobs import PromptLogprobs
 from core.types.request import (
     DraftTally,
@@ -28,10 +31,10 @@ from core.types.request import (
     TokenLogprob,
     TokenRules,
 )
-from core.types.step_timing import PromptSpent, StepTiming
-from core.wire.proto_fields import from_message, to_message
 
 Number = TypeVar("Number", np.float32, np.int32)
+M = TypeVar("M", bound=Message)
+R = TypeVar("R", bound=Record)
 
 # Numbers of prompt log-probabilities.
 _FLOAT, _INT = np.dtype("<f4"), np.dtype("<i4")
@@ -42,7 +45,7 @@ _MEASURED = (
     "prefill_tokens_per_s", "decode_step_s", "link_bytes_per_s", "host_bytes_per_s", "disk_bytes_per_s",
     "tokens_per_row", "drafted_per_row",
 )  # fmt: skip
-_ADDED_UP = ("transfer_seconds", "pull_seconds")
+_ADDED_UP = ("transfer_seconds", "fetch_seconds")
 _SMALLEST, _LARGEST = 1e-12, 1e18  # of any measurement: seconds, and things per second
 
 
@@ -61,22 +64,6 @@ def sequence_from_proto(message: pb.Sequence) -> SequenceRequest:
     return from_message(SequenceRequest, message, sampling=sampling, grammar=grammar, thinking=thinking)
 
 
-def handoff_to_proto(handoff: Handoff) -> pb.Handoff:
-    return to_message(pb.Handoff, handoff)
-
-
-def handoff_from_proto(message: pb.Handoff) -> Handoff:
-    return from_message(Handoff, message)
-
-
-def prefix_source_to_proto(prefix_source: PrefixSource) -> pb.PrefixSource:
-    return to_message(pb.PrefixSource, prefix_source)
-
-
-def prefix_source_from_proto(message: pb.PrefixSource) -> PrefixSource:
-    return from_message(PrefixSource, message)
-
-
 def tokens_to_proto(tokens: Iterable[SampledToken]) -> list[pb.SampledToken]:
     messages = []
     for token in tokens:
@@ -85,11 +72,9 @@ def tokens_to_proto(tokens: Iterable[SampledToken]) -> list[pb.SampledToken]:
     return messages
 
 
-def stream_token_to_proto(stream: int, token: SampledToken) -> pb.StreamTokens:
-    # Adding to the repeated field in place avoids a copy; this runs for each row of each step.
-    message = pb.StreamTokens(stream=stream)
-    _add_details(message.tokens.add(token_id=token.token_id), token)
-    return message
+def add_stream_token(frame: pb.Frame, stream: int, token: SampledToken) -> None:
+    # Adding to the repeated fields in place avoids copies; this may run for each row of each step.
+    _add_details(frame.streams.add(stream=stream).tokens.add(token_id=token.token_id), token)
 
 
 def tokens_from_proto(messages: Iterable[pb.SampledToken]) -> list[SampledToken]:
@@ -174,18 +159,6 @@ def _logprob_from_proto(message: pb.Logprob) -> TokenLogprob:
     return TokenLogprob(logprob=message.logprob, top=tuple((top.token_id, top.logprob) for top in message.top))
 
 
-def timing_to_proto(timing: StepTiming | None) -> pb.StepTiming | None:
-    return to_message(pb.StepTiming, timing) if timing else None
-
-
-def spent_to_proto(spent: PromptSpent) -> pb.Spent:
-    return to_message(pb.Spent, spent)
-
-
-def timing_from_proto(timing: pb.StepTiming) -> StepTiming:
-    return from_message(StepTiming, timing)
-
-
 def make_plausible(status: pb.Status) -> bool:
     """Clear implausible metrics of a status in place: NaN, infinite and negative ones. They then count as not measured.
 
@@ -250,3 +223,33 @@ def _column(packed: bytes, kind: np.dtype[Number], size: int) -> NDArray[Number]
 
 def _is_within(numbers: NDArray[np.int32], lowest: int, highest: int) -> bool:
     return not numbers.size or bool(numbers.min() >= lowest and numbers.max() <= highest)
+
+
+def to_message(kind: type[M], record: Record, **given: object) -> M:
+    """Fill every field of the message from `given`, or else from the record's attribute of the same name."""
+    return kind(
+        **{name: getattr(record, name) for name, _, _ in _described(kind.DESCRIPTOR) if name not in given}, **given
+    )
+
+
+def from_message(kind: type[R], message: Message, **given: object) -> R:
+    """Fill every field of the record from `given`, or else from the message; other fields keep their defaults.
+
+    Repeated fields become tuples. An unset optional field becomes None.
+    """
+    for name, is_repeated, may_be_missing in _described(message.DESCRIPTOR):
+        if name in given or name not in kind.__dataclass_fields__:
+            continue
+        value = getattr(message, name)
+        if is_repeated:
+            value = tuple(value)
+        elif may_be_missing and not message.HasField(name):
+            value = None
+        given[name] = value
+    return kind(**given)
+
+
+@cache
+def _described(kind: Descriptor) -> list[tuple[str, bool, bool]]:
+    """Return (name, is repeated, has presence) of each field."""
+    return [(field.name, field.is_repeated, field.has_presence) for field in kind.fields]

@@ -11,7 +11,7 @@ from enum import StrEnum
 from core.types.errors import CapacityError, ContextLengthExceeded
 from core.types.handoff import ROOM_TOKENS
 from core.types.prompt_logprobs import PromptLogprobs
-from core.types.step_timing import PromptSpent
+from core.types.step_timing import PromptSpent, PromptTimes
 from engine.kv.block_manager import BlockManager
 from engine.kv.window_manager import WindowManager
 from engine.scheduler.sequence import Sequence
@@ -51,6 +51,7 @@ class Prompt:
     num_fetched: int = 0  # tokens after these whose KV was fetched
     num_loaded: int = 0  # the part of these that came from a lower tier of this replica
     number: int = 0  # arrival number
+    times: PromptTimes = field(default_factory=PromptTimes)
     spent: PromptSpent | None = None  # time spent so far, measured by the worker
     # Per chunk; None if the logits were not finite.
     scores: list[PromptLogprobs | None] = field(default_factory=list)

@@ -47,7 +47,7 @@ class ScheduledStep:
     # One per decoding sequence, then one per choice of each complete prompt.
     sampled: Sampled | None = None
 
-    @property
+    @cached_property
     def has_rows(self) -> bool:
         return bool(self.decoding or self.prompts)
 
@@ -157,10 +157,6 @@ class StepResult:
     num_rows: int = 0  # decoding rows
     num_drafted: int = 0  # drafted tokens that these rows computed
     failed: list[Sequence] = field(default_factory=list)  # removed because no next token could be chosen; see Sampler
-
-    @property
-    def num_generated(self) -> int:
-        return len(self.sampled) + sum(len(prefilled.tokens) for prefilled in self.prefilled)
 
 
 class Runner(Protocol[Logits]):

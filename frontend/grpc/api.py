@@ -22,7 +22,7 @@ from core.types.network import format_address
 from core.wire.channel import PINGS_ALLOWED, keepalive
 from frontend.access.access import Access, Client
 from frontend.access.limits import RequestContext
-from frontend.grpc.admission import KeyInterceptor, authorization_of
+from frontend.grpc.key_interceptor import KeyInterceptor, authorization_of
 from frontend.grpc.messages import (
     detokenize_request_of,
     prompt_logprobs_of,

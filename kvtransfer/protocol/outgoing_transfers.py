@@ -66,6 +66,7 @@ class OutgoingTransfers(Generic[T]):
         """layout: this replica's."""
         self._blocks = blocks
         self._layout = layout
+        self._claimed: set[HandoffKey] = set()  # of transfers that have not begun
         self._under_way: dict[HandoffKey, OutgoingTransfer[T]] = {}
         self._ended: OrderedDict[HandoffKey, None] = OrderedDict()
         self._aborts: list[HandoffKey] = []
@@ -74,22 +75,31 @@ class OutgoingTransfers(Generic[T]):
         return len(self._under_way)
 
     def knows(self, key: HandoffKey) -> bool:
-        """Return whether a transfer with this key is active or has ended.
+        """Return whether a transfer with this key is claimed, is active or has ended.
 
         A key is used once: a late or duplicate report of the first transfer would end a second one while its blocks
         are still being read.
         """
-        return key in self._under_way or key in self._ended
+        return key in self._claimed or key in self._under_way or key in self._ended
+
+    def claim(self, key: HandoffKey) -> None:
+        """Claim a new key for a transfer that begins later. `begin` or `release` ends the claim."""
+        self._claimed.add(key)
+
+    def release(self, key: HandoffKey) -> None:
+        """End a claim whose transfer will not begin. Does nothing otherwise."""
+        self._claimed.discard(key)
 
     def begin(
         self, handoff: Handoff, blocks: Sequence[int], *, state_slots: Sequence[int] = (), owner: T
     ) -> OutgoingTransfer[T]:
         """Register a transfer of `blocks` and `state_slots`, which takes its own references.
 
-        The caller holds them during this call. The handoff's key must be new.
+        The caller holds them during this call. The handoff's key must be new, or claimed for this transfer.
         """
         ranks = sending_ranks(self._layout, num_receivers=len(handoff.ranks))
         outgoing = OutgoingTransfer(owner, handoff, ranks, [], [])
+        self.release(outgoing.key)
         assert not self.knows(outgoing.key), f"{outgoing.key} is under way, or was"
         self._under_way[outgoing.key] = outgoing
         if windows := self._blocks.windows:

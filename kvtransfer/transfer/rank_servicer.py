@@ -11,10 +11,10 @@ from grpc import aio
 
 from core.rpc import transfer_pb2 as pb
 from core.rpc import transfer_pb2_grpc as rpc
-from core.types.errors import ClusterError, TransferError
+from core.types.errors import TransferError
 from core.types.validation import check, check_name
-from core.wire.call_errors import abort_with, rejects
-from core.wire.proto_fields import from_message
+from core.wire.call_errors import aborting, rejects
+from core.wire.messages import from_message
 from kvtransfer.protocol.frames import Opening
 from kvtransfer.transfer.receiver import Receiver
 from kvtransfer.transfer.rendezvous import Rendezvous
@@ -42,13 +42,11 @@ class RankServicer(rpc.RankServicer):
     async def Connect(
         self, request_iterator: AsyncIterator[pb.SenderFrame], context: aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.ReceiverFrame]:
-        try:
+        async with aborting(context):
             if self.receiver is None:
                 raise TransferError("this rank receives no KV")
             async for frame in self.receiver.connect(request_iterator):
                 yield frame
-        except ClusterError as error:
-            await abort_with(context, error)
 
     @rejects
     async def Open(self, request: pb.OpenRequest, context: aio.ServicerContext[Any, Any]) -> pb.OpenReply:

@@ -14,13 +14,13 @@ from grpc import aio
 
 from core.rpc import worker_pb2 as pb
 from core.rpc import worker_pb2_grpc as rpc
-from core.types.errors import ClusterError, HandoffExpired, ReplicaLost, TransferError
+from core.types.errors import HandoffExpired, ReplicaLost, TransferError
 from core.types.failpoint import Failpoint, FailpointStage, unobserved
 from core.types.handoff import Handoff, HandoffKey
 from core.types.prefix_hash import HASH_BYTES
 from core.types.validation import check
-from core.wire.call_errors import abort_with
-from core.wire.messages import handoff_from_proto
+from core.wire.call_errors import aborting
+from core.wire.messages import from_message
 from core.wire.thread_events import CallEvents
 from engine.kv.block_manager import BlockManager
 from engine.kv.layout import KVLayout
@@ -92,8 +92,7 @@ class ServedFetches:
     def serve(self, handoff: Handoff, hashes: Sequence[bytes], listener: ServedFetchListener) -> None:
         """Ship the leading cached blocks of `hashes`, up to the handoff's room."""
         self._failpoint(FailpointStage.ASKED, handoff.id)
-        is_loading = any(fetch.handoff.key == handoff.key for fetch in self._under_way.values())
-        if is_loading or self._outgoing_transfers.knows(handoff.key):
+        if self._outgoing_transfers.knows(handoff.key):
             listener.ended(None, HandoffExpired(f"handoff {handoff.id} is a duplicate"))
             return
         fetch = ServedFetch(handoff, list(hashes[: handoff.max_tokens // self.layout.block_size]), listener)
@@ -149,6 +148,7 @@ class ServedFetches:
             self._free(fetch)
             return False
         fetch.hashes = hashes
+        self._outgoing_transfers.claim(handoff.key)
         self._under_way[fetch.listener] = fetch
         return True
 
@@ -165,6 +165,7 @@ class ServedFetches:
         if self._blocks.windows:
             fetch.parts.release(self._blocks.windows)
         self._blocks.free(fetch.blocks + fetch.state_slots)
+        self._outgoing_transfers.release(fetch.handoff.key)
 
     def _ship(self, fetch: ServedFetch) -> None:
         handoff, listener, size = fetch.handoff, fetch.listener, self.layout.block_size
@@ -238,27 +239,23 @@ class FetchServicer(rpc.PrefixFetchServicer):
     async def Fetch(
         self, request: pb.FetchRequest, context: aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.FetchEvent]:
-        served_fetches, post = self.served_fetches, self.post
-        if served_fetches is None:
-            await abort_with(context, ReplicaLost("this replica is not ready to serve fetches"))
-        handoff, layout = handoff_from_proto(request.handoff), served_fetches.layout
-        num_bytes = len(request.hashes)
-        try:
+        async with aborting(context):
+            served_fetches, post = self.served_fetches, self.post
+            if served_fetches is None:
+                raise ReplicaLost("this replica is not ready to serve fetches")
+            handoff, layout = from_message(Handoff, request.handoff), served_fetches.layout
             check_handoff(handoff, layout)
+            num_bytes = len(request.hashes)
             is_whole = num_bytes * layout.block_size == handoff.max_tokens * HASH_BYTES
             check(is_whole, "hashes", "must reach to max_tokens")
-        except ClusterError as error:
-            await abort_with(context, error)
-        hashes = [request.hashes[i : i + HASH_BYTES] for i in range(0, num_bytes, HASH_BYTES)]
-        call = _FetchCall(handoff.first_token)
-        post(lambda: served_fetches.serve(handoff, hashes, call))
-        try:
-            async for event in call.events:
-                yield event
-        except ClusterError as error:
-            await abort_with(context, error)
-        finally:
-            post(lambda: served_fetches.cancel(call))
+            hashes = [request.hashes[i : i + HASH_BYTES] for i in range(0, num_bytes, HASH_BYTES)]
+            call = _FetchCall(handoff.first_token)
+            post(lambda: served_fetches.serve(handoff, hashes, call))
+            try:
+                async for event in call.events:
+                    yield event
+            finally:
+                post(lambda: served_fetches.cancel(call))
 
 
 class _FetchCall:
@@ -269,7 +266,7 @@ class _FetchCall:
         self._first_token = first_token
 
     def served(self, num_tokens: int) -> None:
-        self.events.put(pb.FetchEvent(granted=pb.FetchServed(num_tokens=num_tokens)))
+        self.events.put(pb.FetchEvent(served=pb.FetchServed(num_tokens=num_tokens)))
         if num_tokens <= self._first_token:
             self.events.end()
 

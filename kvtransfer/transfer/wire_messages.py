@@ -6,7 +6,7 @@ from core.rpc import transfer_pb2 as pb
 from core.types.errors import RequestError, TransferError
 from core.types.tier import Tier
 from core.types.validation import check, check_name
-from core.wire.proto_fields import from_message, to_message
+from core.wire.messages import from_message, to_message
 from engine.tiers.commands import LoadResult
 from kvtransfer.protocol.frames import CommitFrame, Segment, SegmentFrame
 from kvtransfer.protocol.ledger import Landing

@@ -6,14 +6,11 @@ has no user, selects the revision. So a user who was on a new revision stays the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from hashlib import blake2b
-from typing import TypeVar
 
 from core.types.request import SequenceRequest
 from core.types.revisions import Revision, RevisionCounts, RevisionTable
-
-T = TypeVar("T")
 
 _POINTS = 2**32
 
@@ -83,12 +80,12 @@ class Revisions:
         """Return whether a running answer may move from `source` to `target`."""
         return not self.is_split or not self._kinds(source).isdisjoint(self._kinds(target))
 
-    def group(self, items: Sequence[T], replica_of: Callable[[T], str]) -> list[list[T]]:
-        """Group the items by the revisions to which their replicas belong."""
-        groups: dict[frozenset[int], list[T]] = {}
-        for item in items:
-            numbers = frozenset(one.number for one in self.all if replica_of(item) in one.replicas)
-            groups.setdefault(numbers, []).append(item)
+    def group(self, replicas: Iterable[str]) -> list[list[str]]:
+        """Group the replicas by the revisions to which they belong."""
+        groups: dict[frozenset[int], list[str]] = {}
+        for replica in replicas:
+            numbers = frozenset(one.number for one in self.all if replica in one.replicas)
+            groups.setdefault(numbers, []).append(replica)
         return list(groups.values())
 
     def _kinds(self, replica: str) -> set[str]:

@@ -20,11 +20,10 @@ from core.types.handoff import Handoff, PrefixSource
 from core.types.prompt_logprobs import PromptLogprobs
 from core.types.request import SequenceRequest
 from core.types.timeline import RequestPhase, Timeline
-from core.wire.messages import handoff_from_proto, prompt_logprobs_from_proto, tokens_from_proto
+from core.wire.messages import from_message, prompt_logprobs_from_proto, tokens_from_proto
 from router.routing.chooser import Culprit
 from router.serving.decode_streams import DecodeStreams
-from router.serving.move import DecodeStream
-from router.serving.replicas import Replica
+from router.serving.replicas import DecodeStream, Replica
 from router.serving.request_state import AttemptTasks, Choices, RequestState
 from router.serving.reservations import Pair, Reservation, Reservations, may_retry
 from router.telemetry.traffic import Flows
@@ -160,7 +159,7 @@ class Attempt:
             self._route.prefill_replica = ""
             self._route.cached_tokens = reserved.cached_tokens
         else:
-            self._prefilling = self._tasks.start(self._prefill(handoff_from_proto(reserved.handoff)))
+            self._prefilling = self._tasks.start(self._prefill(from_message(Handoff, reserved.handoff)))
 
     # Prompt on P
 

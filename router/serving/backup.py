@@ -21,7 +21,7 @@ from core.types.errors import ClusterError
 from core.types.handoff import PrefixSource
 from core.types.request import OFFLINE, Role, Sampling, SequenceRequest
 from router.routing.revisions import Revisions
-from router.serving.decode_streams import DecodeStreams, Running
+from router.serving.decode_streams import DecodeStreams
 from router.serving.replicas import Replica, Replicas
 
 logger = logging.getLogger(__name__)
@@ -74,15 +74,16 @@ class Backup:
             name = home if home in large else max(large, key=lambda name: room.get(name, 0), default="")
             # `running` concatenates all tokens, so call it last. It returns None unless one choice decodes.
             if room.get(name, 0) > 0 and (running := answer.running()):
-                if not self._revisions.in_one_revision(name, running.replica.id):
+                decode, request = running
+                if not self._revisions.in_one_revision(name, decode.id):
                     continue  # during an update, some answers have no copy
                 room[name] -= 1
-                self._begin(answer, running, usable[name])
+                self._begin(answer, request, decode, usable[name])
 
-    def _begin(self, answer: DecodeStreams, running: Running, prefill: Replica) -> None:
+    def _begin(self, answer: DecodeStreams, request: SequenceRequest, decode: Replica, prefill: Replica) -> None:
         # Recorded before the copy succeeds: if it fails, the next one covers its tokens.
         self._copied[answer] = _Copied(answer.num_tokens(), prefill.id)
-        task = self._copies[answer] = asyncio.create_task(_copy(running, prefill))
+        task = self._copies[answer] = asyncio.create_task(_copy(request, decode, prefill))
         task.add_done_callback(lambda _: self._copies.pop(answer, None))
 
     def _num_behind(self, answer: DecodeStreams) -> int:
@@ -98,8 +99,8 @@ class Backup:
         return copied.prefill if copied else answer.prefill_replica
 
 
-async def _copy(running: Running, prefill: Replica) -> None:
-    member, request = running.replica.member, running.request
+async def _copy(request: SequenceRequest, decode: Replica, prefill: Replica) -> None:
+    member = decode.member
     num_held = (len(request.token_ids) - 1) // member.block_size * member.block_size
     tokens = request.token_ids[: num_held + 1]
     copy = SequenceRequest(
@@ -111,7 +112,7 @@ async def _copy(running: Running, prefill: Replica) -> None:
         adapter=request.adapter,
         priority=OFFLINE,
     )
-    prefix_source = PrefixSource(replica=running.replica.id, address=member.address, num_tokens=num_held)
+    prefix_source = PrefixSource(replica=decode.id, address=member.address, num_tokens=num_held)
     call = prefill.worker.prefill(copy, prefix_source=prefix_source, fetch_only=True)
     try:
         async with asyncio.timeout(_COPY_S):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Set
+from collections.abc import AsyncIterator, Callable
 from time import monotonic
 
 from core.types.errors import (
@@ -18,13 +18,12 @@ from core.types.errors import (
 )
 from core.types.prompt_logprobs import PromptLogprobs
 from core.types.request import SequenceRequest
-from core.types.revisions import RevisionCounts
 from core.types.timeline import RequestPhase
 from router.generation import Arrived, Generation
 from router.routing.chooser import Chooser, Culprit
 from router.routing.decisions import Decisions
 from router.routing.revisions import Revisions
-from router.serving.admission import Admission
+from router.serving.admission_waits import Admission
 from router.serving.attempt import Attempt
 from router.serving.backup import Backup
 from router.serving.decode_streams import DecodeStreams
@@ -82,56 +81,26 @@ class RouterCore:
         self.admission = Admission(
             self.reservations, queue_s=queue_s, max_waiting=max_waiting, tenant_share=tenant_share, metrics=metrics
         )
-        self._vocab_size = vocab_size
-        self._running: set[DecodeStreams] = set()
+        self.vocab_size = vocab_size
+        self.running: set[DecodeStreams] = set()  # of the running attempts
 
     def start(self, request: SequenceRequest) -> Generation:
-        relay = Relay(
-            request,
-            self.admission,
-            self.reservations,
-            begin=self.attempt,
-            running=self._running,
-            counts_of=self.revisions.count,
-            answered=self._answered,
-        )
+        relay = Relay(request, self)
         self.decisions.live(request.id, relay.life, tenant=request.tenant, drafts=relay.route.drafts)
         return relay
-
-    def attempt(self, state: RequestState, request: SequenceRequest, pair: Pair, avoid: Set[Culprit]) -> Attempt:
-        """Create an attempt at the rest of a request; the caller runs it."""
-        return Attempt(
-            state,
-            request,
-            pair,
-            reservations=self.reservations,
-            flows=self.flows,
-            vocab_size=self._vocab_size,
-            avoid=avoid,
-        )
 
     @property
     def num_running(self) -> int:
         """Number of running attempts."""
-        return len(self._running)
+        return len(self.running)
 
     async def rebalance_forever(self) -> None:
         """Keep the running answers spread evenly over the decode replicas."""
-        await Rebalancer(self.replicas, self.revisions, running=self._running).run_forever()
+        await Rebalancer(self.replicas, self.revisions, running=self.running).run_forever()
 
     async def back_up_forever(self, *, every: int) -> None:
         """Copy running answers to idle prefill replicas, every `every` tokens."""
-        await Backup(self.replicas, self.revisions, running=self._running, every=every).run_forever()
-
-    def _answered(self, state: RequestState, revision: int | None) -> None:
-        """Count latencies per revision while the deployment is updated; the controller reads the counts."""
-        if not self.revisions.is_split:
-            return
-        ttft_s, itl_s = state.spread_s()
-        counts = self.revisions.count(revision)
-        counts.answered += 1
-        counts.ttft_s += ttft_s
-        counts.itl_s += itl_s
+        await Backup(self.replicas, self.revisions, running=self.running, every=every).run_forever()
 
 
 class Relay:
@@ -141,28 +110,10 @@ class Relay:
     position) only, so the continuation is the same, and no token is sent twice.
     """
 
-    def __init__(
-        self,
-        request: SequenceRequest,
-        admission: Admission,
-        reservations: Reservations,
-        *,
-        begin: Callable[[RequestState, SequenceRequest, Pair, Set[Culprit]], Attempt],
-        running: set[DecodeStreams],
-        counts_of: Callable[[int | None], RevisionCounts],
-        answered: Callable[[RequestState, int | None], None],
-    ) -> None:
-        """begin: creates an attempt; its last argument is the set of culprits to avoid. running: running attempts of
-        all requests. counts_of: returns the counters of a revision. answered: called with each finished request and the
-        revision that served it."""
-        self._answered = answered
+    def __init__(self, request: SequenceRequest, core: RouterCore) -> None:
+        self._core = core
         self._state = RequestState(request)
         self.route, self.life = self._state.route, self._state.life
-        self._admission = admission
-        self._reservations = reservations
-        self._begin = begin
-        self._running = running
-        self._counts_of = counts_of
         self._attempts: dict[int, Attempt] = {}  # current attempt of each choice
         self._failed: dict[Culprit, float] = {}  # time of the last failure
         self._now = asyncio.get_running_loop().time
@@ -197,7 +148,7 @@ class Relay:
     async def _run(self) -> None:
         state, began_at = self._state, monotonic()
         try:
-            async with self._admission.admit(state.request) as pair:
+            async with self._core.admission.admit(state.request) as pair:
                 state.life.add(RequestPhase.QUEUE, "", began_at)
                 await self._serve(state.request.choices, pair)
         except* ClusterError as errors:
@@ -208,8 +159,8 @@ class Relay:
         finally:
             # Also reached if the client has the last token and cancels the task before it ends by itself.
             if not state.unfinished:
-                self._reservations.finished([len(tokens) for tokens in state.tokens.values()])
-                self._answered(state, self._revision)
+                self._core.reservations.finished([len(tokens) for tokens in state.tokens.values()])
+                self._core.revisions.count(self._revision).add_answer(*state.spread_s())
             state.responses.end()
 
     async def _serve(self, choices: tuple[int, ...], pair: Pair | None = None) -> None:
@@ -225,7 +176,7 @@ class Relay:
                 return await self._attempt(choices, pair)
             except ClusterError as error:
                 fruitless = 0 if state.num_tokens(choices) >= num_tokens + _PROGRESS else fruitless + 1
-                if fruitless == _MAX_FRUITLESS or not self._reservations.may_try_again(error, self._culprits()):
+                if fruitless == _MAX_FRUITLESS or not self._core.reservations.may_try_again(error, self._culprits()):
                     raise
                 logger.warning("request=%s continues elsewhere: %s", state.request.id, error)
                 state.life.troubles.append(str(error)[:_MAX_TROUBLE])
@@ -255,10 +206,10 @@ class Relay:
             state.check_deadline()
             if pair is None:
                 began_at = monotonic()
-                pair = await self._reservations.next_pair(
+                pair = await self._core.reservations.next_pair(
                     state.continuation(choices),
                     avoid=self._culprits(),
-                    num_waiting=self._admission.num_waiting,
+                    num_waiting=self._core.admission.num_waiting,
                     served_by=self._revision,
                 )
                 state.life.add(RequestPhase.QUEUE, "", began_at)
@@ -267,15 +218,22 @@ class Relay:
                 await self._try(choices, pair)
         finally:
             if pair:
-                self._reservations.release(pair)
+                self._core.reservations.release(pair)
 
     async def _try(self, choices: tuple[int, ...], pair: Pair) -> None:
-        stream = self._reservations.replicas.new_streams(len(choices))
-        request = self._state.continuation(choices, stream=stream)
-        attempt = self._begin(self._state, request, pair, self._culprits())
+        core = self._core
+        attempt = Attempt(
+            self._state,
+            self._state.continuation(choices, stream=core.replicas.new_streams(len(choices))),
+            pair,
+            reservations=core.reservations,
+            flows=core.flows,
+            vocab_size=core.vocab_size,
+            avoid=self._culprits(),
+        )
         self._attempts |= dict.fromkeys(choices, attempt)
-        self._running.add(attempt.streams)  # makes it eligible for moves and copies
-        counts = self._counts_of(pair.revision)
+        core.running.add(attempt.streams)  # makes it eligible for moves and copies
+        counts = core.revisions.count(pair.revision)
         counts.attempts += 1
         try:
             await attempt.run()
@@ -284,7 +242,7 @@ class Relay:
             counts.failed += not isinstance(error, _NO_FAULT)
             raise
         finally:
-            self._running.discard(attempt.streams)
+            core.running.discard(attempt.streams)
 
     def _unfinished(self, choices: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(choice for choice in choices if choice in self._state.unfinished)

@@ -1,32 +1,38 @@
-"""Token streams of an attempt's choices, and live migration of a choice to another decode replica."""
+"""Token streams of an attempt's choices, and live migration of a choice from one decode replica (S) to another (T).
+
+1  router → T   Generate(continues): a lease on the target                    T: reserved(handoff)
+2  router → S   Migrate(handoff): the source keeps decoding while it ships    S: moved after n tokens, or not moved
+3  the client gets S's tokens up to n from the frames, then T's
+
+A failed migration leaves everything as it was.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from time import monotonic
 
+from core.rpc import worker_pb2 as pb
 from core.types.errors import ClusterError, ReplicaLost
-from core.types.request import SequenceRequest
+from core.types.handoff import Handoff
+from core.types.request import SampledToken, SequenceRequest
 from core.types.timeline import RequestPhase
-from router.serving.move import ChoiceMove, DecodeStream, Lease
-from router.serving.replicas import Replica
+from core.wire.messages import from_message
+from router.serving.grpc_worker import WorkerCall
+from router.serving.replicas import DecodeStream, Replica, TokenSink
 from router.serving.request_state import AttemptTasks, Choices, RequestState
 from router.serving.reservations import Reservation, Reservations
 from router.telemetry.traffic import Flows
 
+logger = logging.getLogger(__name__)
+
 _MOVE_AGAIN_S = 0.25
 _LAST_TOKENS_S = 3.0  # grace for the tokens of an ended call; a replica silent for that long counts as lost anyway
 
-
-@dataclass(frozen=True)
-class Running:
-    """Choice that is decoding, with its tokens so far."""
-
-    replica: Replica
-    request: SequenceRequest
+Lease = WorkerCall[pb.GenerateEvent]
 
 
 class DecodeStreams:
@@ -102,13 +108,13 @@ class DecodeStreams:
         choice = self._only_choice()
         return choice if choice is not None and self._streams[choice].replica is replica else None
 
-    def running(self) -> Running | None:
-        """Return the choice of a single-choice request while it is decoding; None otherwise."""
+    def running(self) -> tuple[Replica, SequenceRequest] | None:
+        """Return the replica of a single-choice request while it decodes, with the tokens so far; None otherwise."""
         choice = self._only_choice()
         if choice is None:
             return None
         stream = self._streams[choice]
-        return Running(stream.replica, self._state.continuation([choice], stream=stream.key))
+        return stream.replica, self._state.continuation([choice], stream=stream.key)
 
     @property
     def prefill_replica(self) -> str:
@@ -214,3 +220,68 @@ class DecodeStreams:
         finally:
             self._state.life.add(RequestPhase.DECODE, next(iter(leased.values())).replica.id, began)
         await self.lease_ended(leased, num_frames=num_frames)
+
+
+class ChoiceMove:
+    """Migration of one choice from `source` to `target`. Unless `run` succeeds, the target is left clean."""
+
+    def __init__(self, source: DecodeStream, target: DecodeStream) -> None:
+        self.lease: Lease | None = None  # lease on the target
+        self.wire_bytes = 0
+        self._source = source
+        self._target = target
+        self._early: list[list[SampledToken] | ReplicaLost] = []  # target's tokens before `follow`
+        self._sink: TokenSink | None = None
+
+    async def run(self, request: SequenceRequest) -> int | None:
+        """Migrate the choice. Return its number of tokens at the switch, or None if it stays on the source.
+
+        request: the choice's request, with its tokens so far; the source may already have more.
+        After success the tokens come from the target; `follow` sets their sink.
+        """
+        source, target = self._source.replica, self._target.replica
+        has_moved = False
+        try:
+            target.subscribe(self._target.key, self._take)
+            self.lease = target.worker.generate(request, continues=True)
+            async for event in self.lease:
+                if event.WhichOneof("event") == "reserved":
+                    handoff = from_message(Handoff, event.reserved.handoff)
+                    reply = await source.worker.migrate(self._source.key, handoff)
+                    has_moved = reply.moved
+                    if not has_moved:
+                        logger.debug("move declined request=%s source=%s: %s", request.id, source.id, reply.reason)
+                        return None
+                    logger.info(
+                        "request=%s moved from=%s to=%s tokens=%d bytes=%d pause_ms=%.1f",
+                        request.id,
+                        source.id,
+                        target.id,
+                        reply.num_tokens,
+                        reply.wire_bytes,
+                        reply.pause_s * 1e3,
+                    )
+                    self.wire_bytes = reply.wire_bytes
+                    return reply.num_tokens
+            return None
+        except ClusterError as error:
+            logger.warning("move failed request=%s: %s", request.id, error)
+            return None
+        finally:
+            if not has_moved:
+                target.unsubscribe(self._target.key)
+                if self.lease:
+                    self.lease.cancel()
+
+    def follow(self, sink: TokenSink) -> None:
+        """Pass the target's tokens to `sink` from now on, beginning with those already received."""
+        self._sink = sink
+        early, self._early = self._early, []
+        for tokens in early:
+            sink(tokens)
+
+    def _take(self, tokens: list[SampledToken] | ReplicaLost) -> None:
+        if self._sink:
+            self._sink(tokens)
+        else:
+            self._early.append(tokens)

@@ -18,7 +18,7 @@ from core.types.request import SequenceRequest
 from core.wire.call_errors import error_of
 from core.wire.channel import open_lasting_channel
 from core.wire.frames import follow_frames
-from core.wire.messages import handoff_to_proto, prefix_source_to_proto, sequence_to_proto
+from core.wire.messages import sequence_to_proto, to_message
 
 Event = TypeVar("Event")
 Event_co = TypeVar("Event_co", covariant=True)
@@ -117,8 +117,8 @@ class GrpcWorker:
     ) -> GrpcCall[pb.PrefillEvent]:
         message = pb.PrefillRequest(
             sequence=sequence_to_proto(request),
-            handoff=handoff_to_proto(handoff) if handoff else None,
-            prefix_source=prefix_source_to_proto(prefix_source) if prefix_source else None,
+            handoff=to_message(pb.Handoff, handoff) if handoff else None,
+            prefix_source=to_message(pb.PrefixSource, prefix_source) if prefix_source else None,
             fetch_only=fetch_only,
         )
         call = rpc.PrefillWorkerStub(self._channel).Prefill(message, timeout=timeout_s, metadata=_trace_of(request))
@@ -138,13 +138,13 @@ class GrpcWorker:
             router=self._router,
             prefill_here=prefill_here,
             continues=continues,
-            prefix_source=prefix_source_to_proto(prefix_source) if prefix_source else None,
+            prefix_source=to_message(pb.PrefixSource, prefix_source) if prefix_source else None,
         )
         call = rpc.DecodeWorkerStub(self._channel).Generate(message, timeout=timeout_s, metadata=_trace_of(request))
         return GrpcCall(call, self._replica, request, timeout_s)
 
     async def migrate(self, stream: int, handoff: Handoff) -> pb.MigrateReply:
-        message = pb.MigrateRequest(router=self._router, stream=stream, handoff=handoff_to_proto(handoff))
+        message = pb.MigrateRequest(router=self._router, stream=stream, handoff=to_message(pb.Handoff, handoff))
         try:
             reply: pb.MigrateReply = await rpc.DecodeWorkerStub(self._channel).Migrate(message, timeout=handoff.ttl_s)
         except aio.AioRpcError as error:

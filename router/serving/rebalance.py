@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
 
 from core.types.request import Role
 from router.routing.revisions import Revisions
 from router.serving.decode_streams import DecodeStreams
-from router.serving.move import DecodeStream
-from router.serving.replicas import Replica, Replicas
+from router.serving.replicas import DecodeStream, Replica, Replicas
 
 logger = logging.getLogger(__name__)
 
@@ -25,23 +23,14 @@ _MIN_GAP = 4  # streams
 _MIN_GAP_SHARE = 0.25  # of the fuller replica's streams; below it a move gains little
 
 
-@dataclass(frozen=True)
-class DecodeLoad:
-    """Number of streams on a decode replica."""
+def next_move(num_streams: Mapping[str, int]) -> tuple[str, str] | None:
+    """Return the (source, target) replicas for moving one stream; None if the load is about even.
 
-    replica: str
-    num_streams: int
-
-
-def next_move(loads: Sequence[DecodeLoad]) -> tuple[str, str] | None:
-    """Return the (source, target) replicas for moving one stream; None if the load is about even."""
-    if not loads:
-        return None
-    fullest = max(loads, key=lambda load: load.num_streams)
-    emptiest = min(loads, key=lambda load: load.num_streams)
-    gap = fullest.num_streams - emptiest.num_streams
-    is_worth_it = gap >= max(_MIN_GAP, _MIN_GAP_SHARE * fullest.num_streams)
-    return (fullest.replica, emptiest.replica) if is_worth_it else None
+    num_streams: of one or more decode replicas.
+    """
+    fullest, emptiest = max(num_streams, key=num_streams.__getitem__), min(num_streams, key=num_streams.__getitem__)
+    gap = num_streams[fullest] - num_streams[emptiest]
+    return (fullest, emptiest) if gap >= max(_MIN_GAP, _MIN_GAP_SHARE * num_streams[fullest]) else None
 
 
 class Rebalancer:
@@ -60,8 +49,8 @@ class Rebalancer:
 
     def _start(self) -> asyncio.Task[None] | None:
         decodes = {replica.id: replica for replica in self._replicas.usable(Role.DECODE)}
-        loads = [DecodeLoad(replica.id, replica.load().num_streams) for replica in decodes.values()]
-        moves = (next_move(group) for group in self._revisions.group(loads, lambda load: load.replica))
+        groups = self._revisions.group(decodes)
+        moves = (next_move({replica: decodes[replica].load().num_streams for replica in group}) for group in groups)
         found = next((move for move in moves if move), None)
         task = self._move_one(decodes[found[0]], decodes[found[1]]) if found else None
         return task or self._accept_local_decode(decodes.values())

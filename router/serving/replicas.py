@@ -7,6 +7,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from core.index.membership import Member
@@ -15,7 +16,8 @@ from core.process.supervisor import Supervisor
 from core.rpc import worker_pb2 as pb
 from core.types.errors import ClusterError, ModelUnavailable, ReplicaLost
 from core.types.request import Role, SampledToken
-from core.wire.messages import make_plausible, timing_from_proto, tokens_from_proto
+from core.types.step_timing import StepTiming
+from core.wire.messages import from_message, make_plausible, tokens_from_proto
 from router.routing.policy import ReplicaLoad
 
 if TYPE_CHECKING:
@@ -249,11 +251,19 @@ class Replica:
             link_bytes_per_s=status.link_bytes_per_s,
             host_bytes_per_s=status.host_bytes_per_s,
             disk_bytes_per_s=status.disk_bytes_per_s,
-            timing=timing_from_proto(status.timing) if status.HasField("timing") else None,
+            timing=from_message(StepTiming, status.timing) if status.HasField("timing") else None,
             num_reported_local_decodes=status.local_decodes.running + status.local_decodes.waiting,
             num_waiting_local_decodes=status.local_decodes.waiting,
             local_decode_blocks=status.local_decodes.blocks,
         )
+
+
+@dataclass(frozen=True)
+class DecodeStream:
+    """Token stream of a choice: its replica, and the stream's key there."""
+
+    replica: Replica
+    key: int
 
 
 class Replicas:

@@ -27,7 +27,7 @@ from core.types.handoff import PrefixSource
 from core.types.prefix_hash import block_hashes, checkpoint_hash, expected_hashes, root_hash
 from core.types.request import OFFLINE, Role, SequenceRequest
 from core.types.revisions import Revision
-from router.routing.admission import most_choices
+from router.routing.admission_queue import most_choices
 from router.routing.chooser import (
     NO_CULPRITS,
     AnswerLength,
@@ -42,8 +42,7 @@ from router.routing.decisions import Decisions
 from router.routing.fair_queue import NO_PLACES, Places
 from router.routing.policy import ReplicaLoad
 from router.routing.revisions import Revisions
-from router.serving.move import DecodeStream
-from router.serving.replicas import Replica, Replicas
+from router.serving.replicas import DecodeStream, Replica, Replicas
 from router.telemetry.metrics import Metrics
 
 logger = logging.getLogger(__name__)

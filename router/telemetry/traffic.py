@@ -15,7 +15,6 @@ from dataclasses import dataclass, fields, replace
 from hashlib import blake2b
 from time import monotonic
 
-from core.model.kv_memory import AnnouncedPool
 from core.trace.traffic import (
     KEPT_S,
     TOKENS_PER_HASH,
@@ -29,6 +28,9 @@ from core.types.errors import ClusterError
 from router.routing.policy import ReplicaLoad
 from router.serving.replicas import Replica
 
+logger = logging.getLogger(__name__)
+
+_REPORT_S = 5.0
 _MAX_REQUESTS = 50_000
 _MAX_IDS = 2_000_000  # total over all requests, eight bytes each
 _ID_BYTES = 8
@@ -49,7 +51,6 @@ class TrafficRecord:
         self._unreported: dict[int, None] = {}  # requests that are in no report yet
         self._changed: dict[int, None] = {}  # reported requests with a first token or an end since
         self._unanswered: dict[int, Callable[[], float]] = {}  # requests without a first token
-        self._num_lost = 0
 
     @property
     def num_requests(self) -> int:
@@ -97,11 +98,10 @@ class TrafficRecord:
             router=self._router,
             arrived={number: _ago(self._requests[number], now) for number in numbers},
             changed={} if is_full else {number: _ago(self._requests[number], now) for number in self._changed},
-            num_lost=self._num_lost,
             num_waiting=num_waiting,
             replicas=replicas,
         )
-        self._unreported, self._changed, self._num_lost = {}, {}, 0
+        self._unreported, self._changed = {}, {}
         return report
 
     def _note_first_tokens(self) -> None:
@@ -125,7 +125,7 @@ class TrafficRecord:
                 return
             del requests[number]
             self._num_ids -= len(first.ids or ())
-            self._num_lost += self._unreported.pop(number, 0) is None
+            self._unreported.pop(number, None)
             self._changed.pop(number, None)
             self._unanswered.pop(number, None)
 
@@ -147,11 +147,6 @@ def prefix_ids(key: bytes, salt: str, token_ids: Sequence[int]) -> Sequence[int]
 
 def _ago(seen: SeenRequest, now: float) -> SeenRequest:
     return replace(seen, arrival_s=now - seen.arrival_s)
-
-
-logger = logging.getLogger(__name__)
-
-_REPORT_S = 5.0
 
 
 class TrafficReporter:
@@ -202,23 +197,10 @@ class TrafficReporter:
 
 
 def _report_of(load: ReplicaLoad) -> ReplicaReport:
-    member = load.member
-    return ReplicaReport(
-        replica=member.replica,
-        role=member.role,
-        timing=load.timing,
-        link_bytes_per_s=load.link_bytes_per_s,
-        prefill_tokens_per_s=load.prefill_tokens_per_s,
-        decode_step_s=load.decode_step_s,
-        queued_tokens=load.queued_tokens,
-        num_streams=load.num_streams,
-        max_running=member.max_running,
-        max_batch_tokens=member.max_batch_tokens,
-        available_blocks=load.available_blocks,
-        tokens_per_row=load.tokens_per_row,
-        drafted_per_row=load.drafted_per_row,
-        **{field.name: getattr(member, field.name) for field in fields(AnnouncedPool)},
-    )
+    """Take each field from the load, or else from the member's record."""
+    measured = {field.name for field in fields(ReplicaLoad)}
+    names = [field.name for field in fields(ReplicaReport)]
+    return ReplicaReport(**{name: getattr(load if name in measured else load.member, name) for name in names})
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from docs.generate.__main__ import ROOT, documents
 from docs.generate.metrics import name_of
 from engine.kv.eviction import EVICTIONS
 from kvtransfer.links.backends import LINKS
-from router.routing.plain_policies import POLICIES
+from router.routing.policies import POLICIES
 from router.telemetry.metrics import Metrics
 from worker.metrics import metrics_registry
 

@@ -10,7 +10,7 @@ import pytest
 from core.index.prefix_index import Depths
 from core.types.prefix_hash import block_hashes, root_hash
 from core.types.request import Role, Sampling
-from router.routing.cost_policy import CostPolicy
+from router.routing.policies import CostPolicy
 from tests.e2e.conftest import Lab, exact_tree
 from tests.engine.steps import prompts
 from tests.support.local_cluster import LocalCluster

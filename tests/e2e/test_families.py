@@ -13,7 +13,7 @@ from core.types.failpoint import FailpointStage
 from core.types.request import Role, Sampling
 from engine.config import GIB, EngineConfig
 from engine.timing.pace import Pace
-from router.routing.plain_policies import RoundRobin
+from router.routing.policies import RoundRobin
 from router.routing.policy import Option
 from tests.e2e.conftest import Lab, exact_tree
 from tests.engine.model.test_models import FAMILIES

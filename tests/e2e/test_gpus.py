@@ -27,7 +27,7 @@ from engine.scheduler.step_commands import Orders
 from engine.tools.offline import generate
 from kvtransfer.protocol.frames import Segment
 from kvtransfer.transfer.codec import codec_for, slots_of
-from router.routing.plain_policies import RoundRobin
+from router.routing.policies import RoundRobin
 from tests.e2e.conftest import Checkpoint, Lab, exact_tree, gib_of_blocks, on_device
 from tests.engine.engine_requests import LETTERS, AnswerText, Asked, answers, compare, letters_grammar, one_of_each_kind
 from tests.engine.quantized_files import write_quantised

@@ -16,7 +16,7 @@ from core.types.failpoint import FailpointStage
 from core.types.prefix_hash import block_hashes, root_hash
 from core.types.request import Role, Sampling
 from core.types.step_timing import StepTiming
-from router.routing.cost_policy import CostPolicy
+from router.routing.policies import CostPolicy
 from router.routing.policy import CandidateReplica, Option, RoutingRequest
 from router.serving.replicas import Replicas
 from tests.e2e.conftest import Lab, exact_tree, on_device
@@ -47,7 +47,7 @@ async def _fetches(cluster: LocalCluster, number: int, *, num_fetches: int) -> T
 
 
 def _num_fetches(totals: Totals) -> int:
-    return totals.prefix_fetches + totals.pull_failures
+    return totals.prefix_fetches + totals.fetch_failures
 
 
 @pytest.mark.parametrize("tp", quick([1, 2], [2]))
@@ -60,7 +60,7 @@ async def test_prefix_is_fetched_from_another_prefill_replica(lab: Lab, tp: int)
         assert [first.ids, second.ids] == lab.reference.ids(model_dir, [prompt, longer], _GREEDY)
         assert (second.route.cached_tokens, second.route.fetched_tokens) == (0, 64)
         totals = await _fetches(cluster, 1, num_fetches=1)
-        assert (totals.prefix_fetches, totals.fetched_tokens, totals.pull_failures) == (1, 64, 0)
+        assert (totals.prefix_fetches, totals.fetched_tokens, totals.fetch_failures) == (1, 64, 0)
         assert totals.computed_tokens == 100 - 64
         again = await _ask(cluster, policy, longer, "prefill-1 > decode-2")
         assert (again.ids, again.route.cached_tokens) == (second.ids, 96), "fetched blocks must be cached"
@@ -93,7 +93,7 @@ async def test_source_ships_only_blocks_that_it_still_has(lab: Lab) -> None:
         assert [some.ids, none.ids, gone.ids] == lab.reference.ids(model_dir, [prompt, other, other[1:]], _GREEDY)
         assert [answer.route.fetched_tokens for answer in (some, none, gone)] == [32, 0, 0]
         totals = await _fetches(cluster, 1, num_fetches=2)
-        assert (totals.prefix_fetches, totals.pull_failures) == (1, 1)
+        assert (totals.prefix_fetches, totals.fetch_failures) == (1, 1)
 
 
 _HOLDER_EVENTS = {

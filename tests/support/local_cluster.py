@@ -34,7 +34,7 @@ from core.types.request import Role, SampledToken, Sampling, SequenceRequest
 from core.types.role_switch import other
 from router.generation import RequestRoute
 from router.routing.chooser import Chooser
-from router.routing.plain_policies import make_policy
+from router.routing.policies import make_policy
 from router.routing.policy import Policy
 from router.serving.core import RouterCore
 from router.serving.discovery import Discovery

@@ -30,7 +30,7 @@ class FakeHolder(rpc.PrefixFetchServicer):
         self, request: pb.FetchRequest, context: aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.FetchEvent]:
         self.peers.append(context.peer())
-        yield pb.FetchEvent(granted=pb.FetchServed(num_tokens=0))
+        yield pb.FetchEvent(served=pb.FetchServed(num_tokens=0))
 
 
 @asynccontextmanager

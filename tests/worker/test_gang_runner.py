@@ -121,8 +121,8 @@ def test_ranks_execute_the_same_orders_in_the_same_steps() -> None:
         GangRunner(rank, sender, None)  # type: ignore[arg-type]
         for rank, sender in zip(ranks, senders, strict=True)
     )
-    prompt, granted, moving, unwanted = (_handoff(id, 6) for id in ("prompt", "granted", "moving", "unwanted"))
-    leader.execute(None, Orders(copies=[(1, 2)], served_fetches=[BeginOrder(granted, [5, 6], 6)]))
+    prompt, served, moving, unwanted = (_handoff(id, 6) for id in ("prompt", "served", "moving", "unwanted"))
+    leader.execute(None, Orders(copies=[(1, 2)], served_fetches=[BeginOrder(served, [5, 6], 6)]))
     begins = [BeginOrder(prompt, [3, 4], 0), BeginOrder(moving, [7, 8], 4), BeginOrder(unwanted, [9], 0)]
     assert leader.execute(_step([10, 11, 12, 13, 14, 15]), Orders(begins=begins, rows=[prompt.key])) == "logits"
     leader.commit(prompt.key, [16])
@@ -132,7 +132,7 @@ def test_ranks_execute_the_same_orders_in_the_same_steps() -> None:
     follower.follow()
 
     assert ranks[0].did == ranks[1].did == [(1, 2), [10, 11, 12, 13, 14, 15]] and not broadcasts
-    for key in (granted.key, prompt.key, moving.key, unwanted.key):
+    for key in (served.key, prompt.key, moving.key, unwanted.key):
         ours, theirs = (sender.transfers[key] for sender in senders)
         assert (ours.handoff, ours.blocks, ours.spans) == (theirs.handoff, theirs.blocks, theirs.spans)
         assert ours.is_aborted == theirs.is_aborted == (key == unwanted.key)

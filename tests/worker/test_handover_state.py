@@ -13,7 +13,7 @@ from core.spec.schema import Spec
 from core.types.errors import SpecError
 from core.types.request import Role
 from core.types.role_switch import largest_step
-from worker.handover_state import HandoverState
+from worker.rank_setup import HandoverState
 
 
 def handover_state(spec: Spec, role: Role, *, device: str = "cpu") -> HandoverState:

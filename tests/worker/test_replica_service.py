@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +14,6 @@ from core.spec.loader import parse_spec
 from core.types.errors import ReplicaLost
 from core.types.launch import Launch
 from core.types.request import Role
-from core.types.tier import Tier
 from core.wire.frames import FrameHub
 from core.wire.rank_server import RankHost
 from kvtransfer.transfer.rank_servicer import StepCount
@@ -31,6 +30,7 @@ class SlowWorker:
 
     def __init__(self) -> None:
         self.answers = SimpleNamespace(take_tokens=dict)
+        self.tiers = SimpleNamespace(take_changes=dict, table=SimpleNamespace(held=dict))
         self.hub: FrameHub
         self.host: RankHost
         self.num_requests = 0
@@ -42,12 +42,6 @@ class SlowWorker:
     def heartbeat(self) -> None: ...
 
     def stop(self) -> None: ...
-
-    def held(self) -> Mapping[bytes, Tier]:
-        return {}
-
-    def take_changes(self) -> Mapping[bytes, Tier | None]:
-        return {}
 
     def step(self) -> bool:
         if not self.num_requests:

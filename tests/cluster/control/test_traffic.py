@@ -21,7 +21,7 @@ def _seen(ago_s: float, *, num_tokens: int = 150, ids: tuple[int, ...] = (11, 12
 def _report(
     router: str, arrived: dict[int, SeenRequest], changed: dict[int, SeenRequest] | None = None
 ) -> TrafficReport:
-    return TrafficReport(router=router, arrived=arrived, changed=changed or {}, num_lost=0)
+    return TrafficReport(router=router, arrived=arrived, changed=changed or {})
 
 
 def test_requests_of_all_routers_are_merged_and_updated() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 import pytest
@@ -21,13 +20,10 @@ def test_secret_has_256_bits_and_is_not_stored() -> None:
     assert key.id not in secret
 
 
-def test_registry_round_trips_and_ignores_newer_fields() -> None:
+def test_registry_round_trips() -> None:
     keys = (new_key("a", "x", rpm=5, priorities=(-1, 3)), new_key("b", "y", tenant="team", tpm=7, concurrency=1))
     book = KeyRegistry(version=4, keys=keys)
     assert KeyRegistry.from_json(book.to_json()) == book
-    tree = json.loads(book.to_json())
-    tree["keys"][0]["colour"] = "red"
-    assert KeyRegistry.from_json(json.dumps(tree)) == book
 
 
 def test_names_are_unique_until_revoked() -> None:

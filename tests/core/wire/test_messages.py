@@ -76,10 +76,9 @@ def test_handoff_prefix_source_and_timing_round_trip() -> None:
     )  # fmt: skip
     prefix_source = PrefixSource(replica="p", address="a:1", num_tokens=16)
     timing = StepTiming(base_s=1.0, token_s=2.0, pair_s=3.0, context_s=4.0)
-    assert messages.handoff_from_proto(messages.handoff_to_proto(handoff)) == handoff
-    assert messages.prefix_source_from_proto(messages.prefix_source_to_proto(prefix_source)) == prefix_source
-    sent = messages.timing_to_proto(timing)
-    assert sent and messages.timing_from_proto(sent) == timing and messages.timing_to_proto(None) is None
+    assert messages.from_message(Handoff, messages.to_message(pb.Handoff, handoff)) == handoff
+    assert messages.from_message(PrefixSource, messages.to_message(pb.PrefixSource, prefix_source)) == prefix_source
+    assert messages.from_message(StepTiming, messages.to_message(pb.StepTiming, timing)) == timing
 
 
 def test_tokens_round_trip() -> None:
@@ -117,7 +116,7 @@ _VOCABULARY = 100
 
 def _logprobs(num_tokens: int, num_top: int) -> PromptLogprobs:
     draw = np.random.default_rng(num_tokens)
-    return PromptLogprobs.of(
+    return PromptLogprobs(
         -draw.random(num_tokens, np.float32),
         draw.integers(1, _VOCABULARY + 1, num_tokens, np.int32),
         draw.integers(0, _VOCABULARY, (num_tokens, num_top), np.int32),

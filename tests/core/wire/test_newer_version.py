@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from core.index.membership import Member
 from core.rpc import transfer_pb2, worker_pb2
 from core.types.api_key import KeyRegistry, new_key, new_secret
 from core.types.errors import RequestError
+from core.types.handoff import Handoff, PrefixSource
+from core.types.step_timing import StepTiming
 from core.wire import messages
 from core.wire.messages import make_plausible
 from kvtransfer.transfer.wire_messages import frame_from_proto, part_from_report
@@ -56,9 +59,9 @@ def _known(message: Any) -> object:
 # Readers of messages that become dataclasses. Each must give the same result with and without unknown fields.
 _READERS: dict[str, Callable[[Any], object]] = {
     "Sequence": messages.sequence_from_proto,
-    "Handoff": messages.handoff_from_proto,
-    "PrefixSource": messages.prefix_source_from_proto,
-    "StepTiming": messages.timing_from_proto,
+    "Handoff": partial(messages.from_message, Handoff),
+    "PrefixSource": partial(messages.from_message, PrefixSource),
+    "StepTiming": partial(messages.from_message, StepTiming),
     "StreamTokens": lambda message: messages.tokens_from_proto(message.tokens),
     "Status": _status,
     "SenderFrame": frame_from_proto,

@@ -21,7 +21,7 @@ from core.rpc import worker_pb2, worker_pb2_grpc
 from core.types.errors import HandoffExpired, RequestError, TransferError
 from core.types.handoff import Handoff
 from core.wire.frames import FrameHub
-from core.wire.messages import handoff_to_proto
+from core.wire.messages import to_message
 from engine.kv.layout import KVLayout
 from engine.runner import streams
 from kvtransfer.protocol.frames import Opening, SegmentFrame
@@ -372,7 +372,7 @@ async def test_a_prefix_is_not_shipped_along_a_ticket_that_cannot_be(field: str,
     handoff = replace(_handoff(["127.0.0.1:1"]), max_tokens=24, **changes)
     hashes = bytes(3 * 16 - (field == "hashes"))
     async with aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        request = worker_pb2.FetchRequest(handoff=handoff_to_proto(handoff), hashes=hashes)
+        request = worker_pb2.FetchRequest(handoff=to_message(worker_pb2.Handoff, handoff), hashes=hashes)
         with pytest.raises(aio.AioRpcError) as raised:
             await anext(aiter(worker_pb2_grpc.PrefixFetchStub(channel).Fetch(request, timeout=10)))
     await server.stop(None)

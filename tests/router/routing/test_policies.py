@@ -14,7 +14,7 @@ from core.types.step_timing import StepTiming
 from core.types.timeline import Timeline
 from router.routing.chooser import cheapest, decode_wait_s
 from router.routing.decisions import Decisions
-from router.routing.plain_policies import POLICIES, make_policy
+from router.routing.policies import POLICIES, make_policy
 from router.routing.policy import CandidateReplica, Option, ReplicaLoad, RoutingRequest, UsualRates
 from tests.support.members import make_member
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.routing.admission import is_within_share, most_choices
+from router.routing.admission_queue import is_within_share, most_choices
 from router.routing.fair_queue import NO_PLACES, Places
 
 _shares = st.sampled_from([0.25, 0.5, 0.75, 0.9])

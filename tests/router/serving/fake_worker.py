@@ -27,7 +27,7 @@ from core.types.errors import (
 from core.types.handoff import Handoff, PrefixSource
 from core.types.prompt_logprobs import PromptLogprobs
 from core.types.request import Role, SampledToken, SequenceRequest, finish_reason
-from core.wire.messages import handoff_to_proto, prompt_logprobs_to_proto, tokens_to_proto
+from core.wire.messages import prompt_logprobs_to_proto, to_message, tokens_to_proto
 from tests.router.serving.virtual_time import pass_time
 
 MAX_CONTEXT = 1000
@@ -73,7 +73,7 @@ def _in_messages(request: SequenceRequest) -> list[pb.PromptLogprobs]:
     if told is None:
         return []
     columns = told.columns
-    ones = [PromptLogprobs.of(*(column[i : i + 1] for column in columns)) for i in range(len(told))]
+    ones = [PromptLogprobs(*(column[i : i + 1] for column in columns)) for i in range(len(told))]
     return [message for one in ones for message in prompt_logprobs_to_proto(one)]
 
 
@@ -348,7 +348,7 @@ class FakeWorker:
                 first_token=0,
                 ttl_s=30.0,
             )
-        ticket = handoff_to_proto(lease.handoff) if lease.handoff else None
+        ticket = to_message(pb.Handoff, lease.handoff) if lease.handoff else None
         lease.call.put(pb.GenerateEvent(reserved=pb.Reserved(handoff=ticket)))
         if prefill_here:
             await self._pause()

@@ -13,7 +13,7 @@ from core.types.prefix_hash import block_hashes, root_hash
 from core.types.request import Role, Sampling, SequenceRequest
 from router.generation import Arrived, Generation
 from router.routing.chooser import Chooser
-from router.routing.cost_policy import CostPolicy
+from router.routing.policies import CostPolicy
 from router.serving.core import RouterCore
 from router.serving.replicas import Replicas
 from router.telemetry.metrics import Metrics

@@ -13,8 +13,7 @@ from core.types.handoff import Handoff
 from core.types.request import SampledToken, SequenceRequest
 from router.serving.attempt import Attempt
 from router.serving.core import Relay
-from router.serving.decode_streams import DecodeStreams
-from router.serving.move import ChoiceMove
+from router.serving.decode_streams import ChoiceMove, DecodeStreams
 from router.serving.replicas import Replica, TokenSink
 from router.serving.request_state import AttemptTasks, Choices, RequestState
 from router.serving.reservations import PromptReservation, Reservation, Reservations

@@ -14,7 +14,7 @@ from core.index.redis_client import connect_redis
 from core.index.revision_channel import RevisionChannel
 from core.types.revisions import Revision, RevisionCounts, RevisionTable
 from router.routing.revisions import Revisions
-from router.serving.revision_watch import RevisionWatch
+from router.serving.discovery import RevisionWatch
 from tests.support.waiting import becomes, told
 
 KEY = bytes(range(32))
@@ -48,7 +48,7 @@ async def watched(redis_url: str, *names: str) -> AsyncIterator[tuple[RevisionCh
 async def test_routers_take_a_table_and_their_counts_are_summed(redis_url: str) -> None:
     async with watched(redis_url, "router-0", "router-1") as (controller, known):
         await controller.publish(RevisionTable(version=1, revisions=REVISIONS))
-        await becomes(lambda: all(revisions.is_split for revisions in known))
+        await becomes(lambda: all(revisions.all == REVISIONS for revisions in known))
         for revisions in known:
             revisions.count(2).attempts += 2
 

@@ -8,9 +8,9 @@ import pytest
 
 from core.types.errors import CapacityError
 from core.types.request import OFFLINE
-from router.routing.admission import AdmissionQueue
+from router.routing.admission_queue import AdmissionQueue
 from router.routing.fair_queue import Places, QueuedRequest
-from router.serving.admission import AdmissionWaits
+from router.serving.admission_waits import AdmissionWaits
 from tests.router.serving.virtual_time import in_virtual_time, pass_time
 
 

@@ -13,10 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from core.rpc.worker_pb2 import Status, Totals
 from core.types.request import Role
 from router.routing.decisions import Decisions
-from router.telemetry.history import History, quantile
 from router.telemetry.metrics import Metrics, TokenHistogram
 from router.telemetry.traffic import Flows
-from router.telemetry.view import RouterView
+from router.telemetry.view import History, RouterView, quantile
 from tests.support.members import make_member
 
 

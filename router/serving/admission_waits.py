@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 from core.types.errors import CapacityError
 from core.types.request import OFFLINE, Role, SequenceRequest
-from router.routing.admission import AdmissionQueue
+from router.routing.admission_queue import AdmissionQueue
 from router.routing.fair_queue import Places, QueuedRequest
 from router.serving.reservations import Pair, Reservations
 from router.telemetry.metrics import Metrics
@@ -187,7 +187,7 @@ class Admission:
         """Return whether the tenant, with this request, stays within the blocks that others always leave free.
 
         If so, a full replica takes the request and preempts answers of other tenants that have grown into these blocks
-        (engine.scheduler.admission).
+        (engine.scheduler.admission_rules).
         """
         held = self._queue.held.get(queued.tenant)
         own_blocks = queued.places.num_blocks + (held.num_blocks if held else 0)
