@@ -24,6 +24,7 @@ from tests.support.fake_token_service import FakeTokenService
 from tests.support.grids import quick
 from tests.support.http_server import serve_http
 from tests.support.local_cluster import local_cluster
+from tests.support.memory_responses import in_memory_responses
 from tests.support.router_service import router_service
 from tests.support.tiny_service import MakeCompletions
 from tests.support.tiny_tokenizers import make_byte_level
@@ -84,7 +85,7 @@ async def test_a_tool_is_called_and_answered_as_the_page_says(tmp_path: Path, ex
     assert isinstance(fake, FakeTokenService)
     says = ['[{"name": "weather", "arguments": {"city": "Rome"}}]', "No.", "Nor there."]
     fake.script = lambda *_: tokenizer.encode(f"{says[len(fake.started) - 1]}<|im_end|>")
-    app = create_app(service, access=Access.anybody(), is_healthy=lambda: True)
+    app = create_app(service, access=Access.anybody(), is_healthy=lambda: True, stored=in_memory_responses())
     async with serve_http(app) as (host, port):
         printed = await _run(example.replace("my-model", "tiny"), f"{host}:{port}")
         assert printed.splitlines()[0] == "No."

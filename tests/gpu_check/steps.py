@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.engine.bench import BandwidthReader
 from benchmarks.engine.gpu_steps import bytes_read, kernels_of_a_step
-from benchmarks.engine.random_models import random_runner
+from benchmarks.engine.random_models import SHAPES, random_runner
 from engine.runner.runner import ModelRunner
 from engine.tools.offline import decoding_engine, prefilling_engine
 from tests.gpu_check.rows import tell
@@ -36,7 +36,8 @@ _FEW = {  # for a rehearsal
 def main() -> None:
     shape, *options = sys.argv[1:]
     if options:
-        where: dict[str, Any] = {"device": "cpu", "dtype": "float32", "changes": _FEW}
+        few = {key: value for key, value in _FEW.items() if key in SHAPES[shape]}
+        where: dict[str, Any] = {"device": "cpu", "dtype": "float32", "changes": few}
         _measure(shape, (1, 2), 32, (64, 32), num_steps=2, **where)
     else:
         _measure(shape, _BATCHES, _CONTEXT, (_PROMPT, _CHUNK), num_steps=_NUM_STEPS)
