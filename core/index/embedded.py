@@ -32,7 +32,7 @@ class EmbeddedIndex:
         while True:
             try:
                 self._server.start()  # blocks this loop for about 0.1 s; the loop has no other work
-            except (DeployError, OSError) as error:  # such as no memory or no file descriptors, possibly temporary
+            except (DeployError, OSError) as error:  # possibly temporary, such as too little memory
                 if last_error != (last_error := str(error)):
                     logger.error("failed to start the embedded Redis: %s", error)
                 if not self._first_start.done():

@@ -3,7 +3,7 @@
     <name>:revisions            signature and table (JSON)
     <name>:revisions:counts     hash: router -> signature and counts (JSON), of one update
 
-Raises redis.RedisError if Redis is unreachable. Lost records are written again; unsigned ones are ignored.
+All methods raise redis.RedisError if Redis is unreachable. Lost records are written again; unsigned ones are ignored.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ _EVENT_BLOCKS = 512  # hashes per event, 8 KiB at most
 _RESET_BLOCKS = 4096  # hashes per command without an event
 _SCAN_BLOCKS = 2048  # hashes that Redis scans per call
 _SET_TTL_S = 60
-_NO_STREAM = "no such key"  # the server's words
+_NO_STREAM = "no such key"  # from the server's error message
 _FIELDS: dict[Tier | None, str] = {None: "removed", **{tier: tier.name.lower() for tier in Tier}}  # fields of an event
 
 
@@ -144,7 +144,7 @@ class IndexReader:
         return stream["entries-added"], stream["entries-added"] - stream["length"], stream["last-generated-id"]
 
     async def load(self, replicas: Iterable[str]) -> None:
-        """Read all blocks of these replicas: for those older than this reader, or restarted.
+        """Read all blocks of these replicas. Needed if one is older than this reader or has restarted.
 
         Other Redis clients are served in between. Changes during the load arrive as events afterwards.
         """

@@ -198,7 +198,7 @@ class ModelConfig:
     per_layer_vocab_size: int = 0
 
     def lengthened(self, max_context: int | None) -> ModelConfig:
-        """Return the model for contexts of `max_context` tokens; differs for LongRoPE only.
+        """Return the model for contexts of `max_context` tokens. Only LongRoPE models change.
 
         LongRoPE has two sets of frequency divisors: up to original_max_position, the default context, and beyond.
         transformers chooses by the length of each prompt, which would make cached keys depend on later tokens. Here all
@@ -265,7 +265,7 @@ class ModelConfig:
         return dim - self.latent.latent_dim if self.latent else 0
 
     def can_keep_kv(self, dtype: str) -> bool:
-        """Return True if the KV cache can be of `dtype`: int4 rotates heads, in parts of at least four numbers."""
+        """Return True if the KV cache can be of `dtype`. int4 rotates heads, whose sizes must divide by 4."""
         return dtype != "int4" or (not self.latent and all(dim % 4 == 0 for _, dim in self.kv_layers))
 
     def layers_at(self, key: str, indices: Sequence[int]) -> tuple[int, ...]:

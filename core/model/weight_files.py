@@ -28,7 +28,7 @@ _LFS_POINTER = b"version https://git-lfs"
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """Weight files of a model directory. index: file of each tensor that may be read; None: all in the files.
+    """Weight files of a model directory. index: file of each tensor to read; None: read all tensors in the files.
 
     note: difference from the files that transformers would read; empty: none.
     """
@@ -75,7 +75,7 @@ def locate_tensors(files: WeightFiles) -> tuple[dict[str, Path], frozenset[str]]
     located: dict[str, Path] = {}
     for name, indexed in files.index.items():
         paths = held.get(name, [])
-        if indexed in paths or len(paths) == 1:  # an index may name the wrong one, if only one file holds the tensor
+        if indexed in paths or len(paths) == 1:  # the index may be wrong if only one file has the tensor
             located[name] = indexed if indexed in paths else paths[0]
         elif paths:
             found = " and ".join(path.name for path in paths)
