@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 # can crash; progress since the last failure resets the count.
 _MAX_FRUITLESS = 5
 _PROGRESS = 8  # tokens
-_BACKOFF_S, _BACKOFF_GROWTH = 0.02, 4  # per fruitless attempt: five of them outlast a fault of a few seconds
+_BACKOFF_S, _BACKOFF_GROWTH = 0.02, 4  # per fruitless attempt; five of these waits outlast a fault of a few seconds
 _BLAME_S = 10.0  # time for which the request avoids a replica or link that failed
 _MAX_TROUBLE = 200  # characters kept of an attempt's error
 _NO_FAULT = (RequestError, CapacityError, DeadlineExceeded, ClientTooSlow, GrammarNotFollowed, NoTokenAllowed)

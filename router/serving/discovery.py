@@ -103,7 +103,7 @@ class Discovery:
         await asyncio.sleep(self._refresh_s)
 
     def _take_members(self) -> None:
-        """Add the members of both sources, and remove replicas that are dead and in none."""
+        """Add the members that either source lists, and remove dead replicas that neither lists."""
         members = self._at_controller | self._in_redis
         for replica, member in members.items():
             if not self._replicas.get(replica):
