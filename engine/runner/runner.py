@@ -46,7 +46,7 @@ _CPU_KV_GIB = 1.0
 
 
 class ModelRunner:
-    """Computes batches. Owned by the step thread; every rank of a replica calls `forward` with the same batches."""
+    """Executor of batches. Owned by the step thread; every rank of a replica calls `forward` with the same batches."""
 
     def __init__(
         self,

@@ -67,12 +67,12 @@ class Penalties:
 
     @property
     def token_ids(self) -> NDArray[np.int32]:
-        """(N,)"""
+        """Penalised tokens (N,)."""
         return self._ids[: len(self)]
 
     @property
     def taken(self) -> NDArray[np.float32]:
-        """(N,)"""
+        """Amounts (N,) to subtract from their logits."""
         return self._taken[: len(self)]
 
     def note(self) -> None:

@@ -5,8 +5,8 @@ of step n, and sequences keep their state from before n until those tokens arriv
 
 If a sequence ends or is removed in step n, its row of n + 1 is wasted. The position that row wrote lies behind all
 computed positions, in a private block that is not full. So it cannot be found in the cache, and the next owner of the
-block is ordered after it on the device. The row also advances the sequence's state, if the model has recurrent layers;
-the same holds for its slot. A checkpoint due between n and n + 1 is copied on the device between the two; it only
+block is ordered after it on the device. With recurrent layers the row also advances the sequence's state; the same
+holds for the slot of that state. A checkpoint due between n and n + 1 is copied on the device between the two; it only
 depends on tokens that were known before n.
 """
 

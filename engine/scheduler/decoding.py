@@ -84,11 +84,11 @@ class Decoding:
         return all(held[tenant] + num_blocks <= held[other] for other in than)
 
     def preempt_for_tenant(self, tenant: str, num_blocks: int, *, num_missing: int, parts_missing: int = 0) -> bool:
-        """Preempt other tenants' sequences until a tenant that needs `num_blocks` has `num_missing` more available.
+        """Preempt sequences of richer tenants to make room for `tenant`, which needs `num_blocks`.
 
-        And `parts_missing` more parts of layers with a window. Only tenants that keep at least as many blocks as this
-        tenant would have lose any, and the youngest sequence of the tenant holding most goes first. Preempts none and
-        returns False if that is not enough.
+        Frees `num_missing` blocks and `parts_missing` parts of layers with a window. Each victim's tenant keeps at
+        least as many blocks as `tenant` would then have. The youngest sequence of the tenant holding most goes first.
+        Returns False, and preempts none, if that does not free enough.
         """
         held, victims = _blocks_by_tenant(self.running), list[Sequence]()
         own = held.pop(tenant, 0) + num_blocks

@@ -69,7 +69,7 @@ class LocalDecodes:
         return is_within and self._leaves_parts(sequence)
 
     def preempt_for(self) -> None:
-        """Preempt local decodes for the first waiting prompt if it could never fit beside their share, or their parts.
+        """Preempt local decodes for the first waiting prompt if their share, or their parts, leave no room for it.
 
         A sequence that exceeds the share counts with its own size. Called before the rows of a step are chosen.
         """
@@ -93,7 +93,7 @@ class LocalDecodes:
         return next((prompt for prompt in self._prompts.waiting if not prompt.is_local_decode), None)
 
     def _parts_missing(self, *more: Sequence) -> int:
-        """Return the parts that the first waiting prompt lacks as long as local decodes run, `more` included."""
+        """Return how many parts the first waiting prompt lacks while the local decodes run, `more` included."""
         windows = self._blocks.windows
         if windows is None or not (first := self._first_to_ship()):
             return 0
@@ -113,5 +113,5 @@ class LocalDecodes:
 
 
 def _blocks_to_resume(sequence: Sequence) -> int:
-    """Return the blocks needed to resume: for one token more than there are."""
+    """Return the number of blocks needed to resume: for all its tokens and one more."""
     return sequence.num_blocks_for(len(sequence.tokens) + 1)

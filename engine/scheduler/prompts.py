@@ -77,7 +77,7 @@ class Prompt:
 
     @property
     def fetch_end(self) -> int:
-        """End of the positions to fetch, if they are not here."""
+        """End of the positions that a fetch would bring."""
         return self.sequence.num_reusable(self.num_offered)
 
     def take_scores(self) -> PromptLogprobs:
@@ -112,8 +112,8 @@ class Prompt:
 class PromptQueue:
     """Prompts by state. Owned by the step thread.
 
-    A prompt gets all its blocks on admission, so it can always complete. Smaller priorities go first, from the next
-    chunk on; within a priority the order of arrival holds, however long a fetch took.
+    A prompt gets all its blocks on admission, so it can always complete. Smaller priorities go first and overtake
+    between chunks. Within a priority the order of arrival holds, however long a fetch took.
     """
 
     def __init__(self, blocks: BlockManager, *, max_waiting: int) -> None:
@@ -164,7 +164,7 @@ class PromptQueue:
     def admit(self, prompt: Prompt) -> bool:
         """Allocate the blocks of a waiting prompt. Returns False if there is no room.
 
-        The prompt then is computing, fetching or reserved.
+        The prompt is then computing, fetching or reserved.
         """
         sequence, windows = prompt.sequence, self._blocks.windows
         loads_checkpoints = prompt.is_loaded and (self._blocks.states is not None or windows is not None)
@@ -197,7 +197,7 @@ class PromptQueue:
     def fetch_failed(self, prompt: Prompt) -> None:
         """Free the blocks of a prompt whose fetch failed, and let it wait again without the offer.
 
-        The caller has removed the blocks that may still be written from its table, and owns them.
+        The caller must have removed from its table the blocks that may still be written, and owns them.
         """
         self.fetching.remove(prompt)
         prompt.num_offered = 0
@@ -255,8 +255,8 @@ def allocate(
 ) -> bool:
     """Allocate blocks for all tokens of a sequence and `room` more. False, taking nothing, if there is no room.
 
-    load_end: tokens up to which the prefix will be loaded, with the checkpoints needed behind it. So every cached block
-    of it is reused, except those that lack a part to load. 0: none is loaded.
+    load_end: end of the prefix that will be loaded from a lower tier, with the checkpoints needed behind it; 0: none.
+    All cached blocks of that prefix are reused, except those that lack a part to load.
     """
     states, num_blocks = blocks.states, sequence.num_blocks_for(len(sequence.tokens) + room)
     if states and not states.num_available:
@@ -316,7 +316,7 @@ def num_needed(prompt: Prompt, blocks: BlockManager, num_blocks: int) -> int:
 def _reusable(sequence: Sequence, blocks: BlockManager, source: KVSource) -> list[bytes]:
     """Return the hashes of the leading blocks that need not be computed or shipped if they are cached."""
     hashes = _reusable_if_cached(sequence, blocks, source)
-    # With a handoff comes a state, but no parts of blocks that are not shipped.
+    # A handoff brings a state, but no parts of blocks that it does not ship.
     is_limited = blocks.windows is not None or _needs_checkpoint(blocks, source)
     return hashes[: blocks.match_reusable(hashes)] if is_limited else hashes
 
@@ -329,8 +329,8 @@ def _needs_checkpoint(blocks: BlockManager, source: KVSource) -> bool:
 def _reusable_if_cached(sequence: Sequence, blocks: BlockManager, source: KVSource) -> list[bytes]:
     """Return the hashes of the leading blocks that a prompt may reuse, whether or not there are checkpoints.
 
-    A prompt's last token is computed, because its logits are needed; a sequence shipped while it decodes lacks it, too.
-    A handoff of a prompt may ship nothing, except with a state: that comes with at least one position.
+    A prompt's last token is always computed, because its logits are needed; a sequence shipped while it decodes lacks
+    its last KV, too. The handoff of a prompt may ship no position, except with a state, which comes with at least one.
     """
     num_tokens = len(sequence.tokens)
     may_be_whole = source is KVSource.PREFILL and not blocks.states

@@ -59,7 +59,7 @@ class ScheduledStep:
     def take_early_results(self, ahead: ScheduledStep) -> None:
         """Move the results that planning `ahead` produced into this step.
 
-        They are final already, and their sequences may leave before that step completes.
+        These results are final, and their sequences may leave before `ahead` completes.
         """
         self.known, ahead.known = self.known + ahead.known, []
         self.fetched, ahead.fetched = self.fetched + ahead.fetched, []
@@ -160,7 +160,7 @@ class StepResult:
 
 
 class Runner(Protocol[Logits]):
-    """Executes steps: a model in this process, the leading rank of a gang, or a simulator."""
+    """Executor of steps: a model in this process, the leading rank of a gang, or a simulator."""
 
     def execute(self, step: ScheduledStep | None, orders: Orders, /) -> Logits | None:
         """Carry out the orders, then compute the step, if there is one.
@@ -172,10 +172,10 @@ class Runner(Protocol[Logits]):
 
 
 class KVConnector(Protocol):
-    """Moves KV into and out of an engine's blocks. The engine calls it twice per step.
+    """Transfer of KV into and out of an engine's blocks. The engine calls it twice per step.
 
-    Before the rows are chosen, because a prompt whose KV is fetched must not be computed; and after, because a sender
-    must know the rows it ships. Only a prefill replica needs the second call.
+    The first call precedes the choice of rows, because a prompt whose KV is fetched must not be computed. The second
+    follows it, because a sender must know the rows that it ships; only a prefill replica needs this call.
     """
 
     def begin_step(self, admitted: Seq[Prompt]) -> None:
