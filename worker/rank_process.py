@@ -335,7 +335,7 @@ def _leader_parts(
         gang=gang,
         blocks=blocks,
         limits=SchedulerConfig(
-            # After a role switch a step may have no more tokens than parts were set aside for.
+            # After a role switch, a step must not have more tokens than the pool's parts were reserved for.
             max_batch_tokens=min(pool.max_batch_tokens, blocks.windows.max_batch_tokens)
             if blocks.windows
             else pool.max_batch_tokens,

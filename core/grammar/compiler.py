@@ -59,7 +59,7 @@ class GrammarCompiler:
             self._tokens = bits_of(range(vocab_size), of_tokenizer) & ~bits_of(self._tokenizer.eos_tokens, of_tokenizer)
 
     def compile(self, grammar: Grammar, *, param: str = "grammar") -> CompiledGrammar:
-        """Compile, mostly within milliseconds and without the GIL. Raises RequestError that names `param`."""
+        """Compile a grammar, mostly within milliseconds and without the GIL. Raises RequestError that names `param`."""
         tokenizer = self._understood(param)
         grammar.check(param)
         begin = time.thread_time()

@@ -144,7 +144,7 @@ class Membership:
         key: bytes,
         count_rejected: Callable[[RejectionReason], object] = lambda why: None,
     ) -> None:
-        """key: 32-byte signing key of this deployment. count_rejected: called once per invalid name."""
+        """key: 32-byte signing key of its records. count_rejected: called once per replica with an invalid record."""
         self._count_rejected = count_rejected
         self._key = key
         self._records = LeasedRecords(redis, names=_set_of(name), record=_record_of(name), lease_s=LEASE_S)

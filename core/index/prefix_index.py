@@ -27,9 +27,9 @@ class PrefixIndex:
     """Map from block hash to the replicas that hold it. Matching costs one dictionary look-up per block, fewer for long
     prefixes.
 
-    Each replica has three bits: block on the device; on the device or in host memory; in any tier. Dropping a replica
-    clears its bits at once without a walk over its blocks. Entries without a live holder are swept when dead bits
-    outnumber the live ones.
+    Each replica has three bits per block: it is on the device; on the device or in host memory; in any tier. Dropping a
+    replica clears its bits at once without a walk over its blocks. Entries without a live holder are swept when dead
+    bits outnumber the live ones.
     """
 
     def __init__(self) -> None:
@@ -106,10 +106,10 @@ class PrefixIndex:
     ) -> dict[str, Depths]:
         """Return how deep each replica can continue the prefix, for models with recurrent layers or freed windows.
 
-        A replica that needs n checkpoints (CacheShape.num_checkpoints) can continue behind a block if each of the last
-        n blocks up to it has a checkpoint, or each of all blocks if there are fewer. Returns the last such block of
-        each tier. checkpoints: `checkpoint_hash` of each block. among: n of each replica that reports checkpoints.
-        Replicas of an older version report none, so all of their blocks count.
+        A replica that needs n checkpoints (CacheShape.num_checkpoints) can continue after a block if each of the last n
+        blocks up to it has a checkpoint, or every block if there are fewer. Returns the last such block of each tier.
+        checkpoints: `checkpoint_hash` of each block. among: n of each replica that reports checkpoints. Replicas of an
+        older version report none, so all of their blocks count.
         """
         depths = self.depths(hashes)
         held = {replica: depths[replica] for replica in depths.keys() & among.keys()}

@@ -213,8 +213,7 @@ def _rope(settings: Settings, *, is_latent: bool, scales: bool) -> dict[str, Any
 
 
 def _window(settings: Settings, max_position: Any) -> int | None:
-    """Return the sliding window that all layers share. In a list per layer, windows as long as the context do not
-    count.
+    """Return the sliding window that all layers share. In a list, one as long as the context counts as none.
 
     Raises SpecError for layers of different kinds.
     """

@@ -197,7 +197,7 @@ class CacheShape:
 
     @property
     def num_checkpoints(self) -> int:
-        """Number of last blocks of a prefix that need a checkpoint for a sequence to continue behind them; 0: none.
+        """Number of last blocks of a prefix that need a checkpoint for a sequence to continue after them; 0: none.
 
         The checkpoint of a block is the state at its end, or its part: what it holds in layers with a window.
         """
@@ -220,7 +220,7 @@ class CacheShape:
         return max(held, first_seen(num_tokens, self.window, self.block_size) * self.block_size)
 
     def shipped_bytes(self, num_tokens: int, *, held: int = 0) -> int:
-        """Return the bytes to ship for a sequence to a replica that holds the first `held` tokens of `num_tokens`."""
+        """Return the bytes to ship for `num_tokens` tokens to a replica that already holds the first `held`."""
         num_bytes = max(0, num_tokens - held) * self.token_bytes + self.state_bytes
         if self.window:
             num_unseen = min(num_tokens, self.window_start(num_tokens, held=held)) - min(num_tokens, held)

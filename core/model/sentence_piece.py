@@ -36,7 +36,7 @@ def is_sentence_piece(path: Path) -> bool:
 def read_sentence_piece(path: Path, config: Mapping[str, Any]) -> Tokenizer:
     """Return the tokenizer of a file, which begins prompts with bos_token. Raises SpecError if it is not BPE.
 
-    config: tokenizer_config.json. Its `legacy` is true by default: a space begins the text behind each special token.
+    config: tokenizer_config.json. Its `legacy` is true by default: a space begins the text after each special token.
     """
     pieces, trainer, normalizer = _read(path)
     if trainer.get(_MODEL) != _BPE or trainer.get(_IS_SUFFIX) or normalizer.get(_CHARSMAP):

@@ -216,7 +216,7 @@ class ModelConfig:
 
     @property
     def kv_windows(self) -> tuple[int, ...]:
-        """Positions that a query sees, its own included, of each layer in `kv_layers`; 0: all. Chunks count as windows.
+        """Positions that a query sees, its own included, per layer of `kv_layers`; 0: all. Chunks count as windows.
 
         For layers that share keys and values, the widest window counts.
         """
@@ -331,7 +331,7 @@ class ModelConfig:
         return num_matrices * (beside + routed) + 2 * hidden * experts.latent_size
 
     def tensor_parallel_choices(self) -> list[int]:
-        """Return the possible sizes: query heads divide evenly, and each layer's KV heads divide or are replicated."""
+        """Return the sizes at which query heads divide evenly, and each layer's KV heads divide or are replicated."""
         sizes = (size for size in range(1, self.num_q_heads + 1) if self.num_q_heads % size == 0)
         counts = {num_heads for num_heads, _ in self.kv_layers}
         return [

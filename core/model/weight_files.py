@@ -20,7 +20,7 @@ from core.types.errors import SpecError
 _MODEL = "model.safetensors"
 _INDEX = f"{_MODEL}.index.json"
 _PART = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<total>\d{5})\.safetensors")
-# The same weights in another form, or weights beside the model's.
+# The same weights in another form, or weights that are not the model's.
 _SECOND_CHOICE = ("consolidated", "adapter_", "optimizer", "kv_basis")
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 _LFS_POINTER = b"version https://git-lfs"

@@ -9,8 +9,8 @@ from __future__ import annotations
 import gc
 import sys
 
-# Allocation threshold of the youngest generation. A token for each of a thousand streams has 19,000 live objects and no
-# garbage. At Python's default of 700 they are scanned repeatedly, promoted, and so trigger full collections.
+# Allocation threshold of the youngest generation. One token for each of a thousand streams makes 19,000 live objects
+# and no garbage. At Python's default of 700 they are scanned and promoted repeatedly, which triggers full collections.
 _MANY = 50_000
 # Switch interval; Python's default is 5 ms.
 _TURN_S = 0.0005
@@ -28,7 +28,7 @@ def spare_the_old() -> None:
 
 
 def take_short_turns() -> None:
-    """Shorten the switch interval, for a process that runs a step thread beside an event loop.
+    """Shorten the switch interval, for a process that runs a step thread and an event loop.
 
     A step releases the GIL for its kernels and then needs it back. By default another thread, such as a loop that
     receives a prompt's KV, may keep it for 5 ms: a third of a decode step. Likewise the loop may wait 5 ms for a step

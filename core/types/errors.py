@@ -176,11 +176,11 @@ class ClientTooSlow(ClusterError):
 
 
 class GrammarNotFollowed(ClusterError):
-    """Grammar that allows no next token. Never retried: every replica would fail alike."""
+    """Grammar that allows no next token. Never retried: every replica would fail in the same way."""
 
 
 class NoTokenAllowed(ClusterError):
-    """Token rules that allow no next token. Never retried: every replica would fail alike.
+    """Token rules that allow no next token. Never retried: every replica would fail in the same way.
 
     The cause is the request's `allowed_token_ids` and `bad_words`, together with each other, a grammar, a thinking
     budget or `min_tokens`.

@@ -81,8 +81,8 @@ def open_channel(address: str, *, peer: ProcessName, identity: Identity) -> aio.
     """Open a channel to another process of the deployment. Connects on first use.
 
     With TLS the connection is mutual, and only a peer whose certificate names `peer` is accepted. The channel uses the
-    identity's current certificate for its lifetime. A connection outlives the certificate, but a new one fails once it
-    has expired; for calls that start later use `open_lasting_channel`.
+    identity's current certificate for its lifetime. An open connection outlives the certificate, but reconnecting fails
+    once it has expired; for calls that start later use `open_lasting_channel`.
     """
     if (tls_credentials := identity.tls_credentials) is None:
         return aio.insecure_channel(address, options=_PEER_OPTIONS)

@@ -1,4 +1,4 @@
-"""Token frames: the output of a worker's step loop, bundled per router, on a port beside gRPC's. Both ends.
+"""Token frames: the output of a worker's step loop, bundled per router, on a port of their own. Both ends.
 
 A router connects, with mutual TLS if this worker has credentials, and names itself in a FramesRequest. Frames follow
 until either end closes the connection. A rejection is one frame with `error`. As a sign of life the router sends an

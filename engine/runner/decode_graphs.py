@@ -101,8 +101,8 @@ class DecodeGraphs:
         """Record a step of each size with padding tokens only, which neither read nor write the pool.
 
         compute: from N tokens to their logits (N, V); its launches may depend only on shapes and `longest`. has_states:
-        the model has recurrent layers. num_sizes: only that many of the largest sizes. most_queries: queries per group.
-        max_read_again: limit of the positions that a batch's groups read again, beyond one read per row.
+        the model has recurrent layers. num_sizes: record only that many of the largest sizes. most_queries: queries per
+        group. max_read_again: limit of the positions that a batch's groups read again, beyond one read per row.
         window_of: see KVPool.
         """
         self._sizes = graph_sizes(max_rows)[-(num_sizes or 0) :]

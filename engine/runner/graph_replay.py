@@ -63,7 +63,7 @@ class Recorder:
     def record(
         self, pool: KVPool, capture: Capture, *, max_context: int, num_sizes: int | None = None
     ) -> RecordedSteps:
-        """Record the steps. num_sizes: only that many of the largest sizes."""
+        """Record the steps. num_sizes: record only that many of the largest sizes."""
         static_aux_hidden_states = None if self.tapped is None else self._static_aux_hidden_states(self.tapped)
 
         def compute(batch: DeviceBatch, state_slots: StateSlots | None) -> Tensor:

@@ -230,7 +230,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def copy(self, orders: Orders) -> None:
-        """Change the parts of blocks, and copy the blocks of sequences that fork inside them, and state slots."""
+        """Update the parts of blocks. Copy the blocks inside which sequences fork, and state slots."""
         self.pool.attach(orders.parts)
         if orders.copies:
             self.settle()

@@ -121,7 +121,7 @@ class Decoding:
             self._preempt(victim)
 
     def preempt_for_parts(self, num_missing: int) -> None:
-        """Preempt sequences, in the same order, until they have returned `num_missing` reserved parts or none runs."""
+        """Preempt as `preempt_for` does, until `num_missing` reserved parts have been returned or no sequence runs."""
         while num_missing > 0 and self.running:
             victim = _youngest_of_largest(list(self.running), _blocks_by_tenant(self.running))
             num_missing -= victim.parts.reserved

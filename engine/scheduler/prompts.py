@@ -177,7 +177,7 @@ class PromptQueue:
             self.reserved[prompt] = None
         elif prompt.fetch_end > prompt.num_cached or load_end:
             if windows:
-                # The fetch brings the parts that the query behind it sees.
+                # The fetch brings the parts that the first query after it sees.
                 sequence.parts.advance(windows.first_seen(prompt.fetch_end), windows)
                 sequence.parts.extend(sequence.blocks, prompt.fetch_end // sequence.block_size, windows)
             insort(self.fetching, prompt, key=_turn)
@@ -255,7 +255,7 @@ def allocate(
 ) -> bool:
     """Allocate blocks for all tokens of a sequence and `room` more. False, taking nothing, if there is no room.
 
-    load_end: end of the prefix that will be loaded from a lower tier, with the checkpoints needed behind it; 0: none.
+    load_end: end of the prefix that will be loaded from a lower tier, with the checkpoints needed after it; 0: none.
     All cached blocks of that prefix are reused, except those that lack a part to load.
     """
     states, num_blocks = blocks.states, sequence.num_blocks_for(len(sequence.tokens) + room)

@@ -132,7 +132,7 @@ class Sequence:
     def is_behind(self, others: Collection[Sequence], blocks: BlockManager) -> bool:
         """Return True if one of `others`, which are being computed, will fill the first block missing here.
 
-        If the model has states: if one will make a checkpoint behind the last one that this sequence can use.
+        If the model has states: if one will make a checkpoint after the last one that this sequence can use.
         """
         if self.is_scored:
             return False
@@ -185,7 +185,7 @@ class Sequence:
     def start_state(self, slot: int, states: StateManager, *, num_cached: int) -> None:
         """Use a state slot, and plan checkpoints at the end of the cached blocks and of the prompt's last full block.
 
-        num_cached: blocks in the cache, which may end behind the checkpoint that the sequence continues from.
+        num_cached: number of cached blocks, which may end after the checkpoint that the sequence continues from.
         """
         self.use_state(slot, states)
         ends = {num_cached * self.block_size, self.num_reusable(len(self.tokens))}

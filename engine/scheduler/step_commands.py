@@ -28,7 +28,7 @@ class ShipOrder:
     blocks: list[int]  # block table, which may have grown
     start: int
     end: int
-    state_slot: int | None = None  # of the state behind `end`, if the model has states
+    state_slot: int | None = None  # of the state after the last of these positions, if the model has states
 
 
 @dataclass(frozen=True, slots=True)

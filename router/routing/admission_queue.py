@@ -114,7 +114,7 @@ class AdmissionQueue:
             self._has_left(queued, now)
 
     def run(self, take: Take, *, now: float) -> None:
-        """Offer each request whose turn it is to `take`, which returns whether it found room for the request.
+        """Call `take` with each request whose turn has come. It returns whether it found room for the request.
 
         `take` may also remove the request, and add or release others.
         """

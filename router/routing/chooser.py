@@ -39,7 +39,7 @@ _LONGEST_WAIT_S = 3600.0
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """Room that a request, or the rest of one, needs."""
+    """Room needed by a request, or by the rest of an interrupted one."""
 
     num_tokens: int  # prompt and tokens generated so far
     num_streams: int = 1

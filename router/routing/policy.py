@@ -78,7 +78,7 @@ class Option:
     keep_s: float = 0.0  # future cost of the cached blocks that this prompt evicts
     transfer_s: float = 0.0  # KV transfer from prefill to decode replica
     stall_s: float = 0.0  # delay of the decode replica's streams by a local prefill
-    decode_s: float = 0.0  # first tokens of the answer, including the delay of the streams beside it
+    decode_s: float = 0.0  # first tokens of the answer, including the delay of other streams
 
     @property
     def ttft_s(self) -> float:

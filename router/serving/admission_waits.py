@@ -124,8 +124,8 @@ class Admission:
         tenant_share: Callable[[], float],
         metrics: Metrics,
     ) -> None:
-        """queue_s: maximum wait of a request.
-        tenant_share: returns the share of the decode capacity that one tenant may take beside others."""
+        """queue_s: maximum wait of a request. tenant_share: returns the share of the decode capacity that one tenant
+        may take while others compete."""
         self._reservations = reservations
         self._queue_s = queue_s
         self._tenant_share = tenant_share

@@ -62,8 +62,8 @@ class RouterCore:
         metrics: Metrics,
         tenant_share: Callable[[], float] = lambda: 1.0,
     ) -> None:
-        """model: fingerprint, as in the prefix hashes. queue_s: maximum wait for a replica with room.
-        tenant_share: returns the share of the decode capacity that one tenant may take beside others."""
+        """model: fingerprint, as in the prefix hashes. queue_s: maximum wait for a replica with room. tenant_share:
+        returns the share of the decode capacity that one tenant may take while others compete."""
         self.replicas = replicas
         self.revisions = Revisions()
         self.decisions = Decisions()
@@ -193,7 +193,7 @@ class Relay:
             await asyncio.sleep(_BACKOFF_S * _BACKOFF_GROWTH**fruitless)
 
     def _culprits(self) -> set[Culprit]:
-        """Return the replicas and links that have failed the request lately."""
+        """Return the replicas and links that have recently failed the request."""
         return {culprit for culprit, at in self._failed.items() if self._now() < at + _BLAME_S}
 
     async def _attempt(self, choices: tuple[int, ...], pair: Pair | None) -> None:

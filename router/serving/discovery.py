@@ -47,7 +47,7 @@ class Discovery:
         count_rejected: Callable[[RejectionReason], object] = lambda why: None,
     ) -> None:
         """name: of the deployment. key: signing key of its members. find_members: returns the controller's signed
-        records, used beside those in Redis; None: there is no controller. tasks: supervisor of the background tasks;
+        records, used in addition to those in Redis; None: no controller. tasks: supervisor of the background tasks;
         None: a new one. count_rejected: called for each record with a bad signature or format."""
         self._redis = redis
         self._replicas = replicas

@@ -1,4 +1,4 @@
-"""Connection from a router to a worker: its interface, and the client over gRPC with token frames beside it."""
+"""Connection from a router to a worker: its interface, and the client over gRPC and token frames."""
 
 from __future__ import annotations
 
