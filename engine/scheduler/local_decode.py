@@ -102,8 +102,7 @@ class LocalDecodes:
         return windows.num_for(first.sequence.ends_at) + num_held - windows.num_reservable
 
     def _leaves_parts(self, sequence: Sequence, *, num_choices: int = 1) -> bool:
-        """Return True if a prompt can reserve its parts in addition to the choices', or if no layer frees KV.
-        """
+        """Return True if a prompt can reserve its parts in addition to the choices', or if no layer frees KV."""
         if (windows := self._blocks.windows) is None:
             return True
         num_of_prompt = most_parts(windows.window, windows.block_size)
