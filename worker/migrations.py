@@ -197,7 +197,7 @@ class Moves:
         orders.commits.append(CommitOrder(move.outgoing.key, sequence.num_computed, unknown))
 
     def _is_sent(self, key: HandoffKey) -> bool:
-        """Return whether rank 0 has sent everything. The other ranks send as much."""
+        """Return whether rank 0 has sent everything. The other ranks send the same amount."""
         transfer = self._gang.sender.find(key)
         return transfer is not None and transfer.is_idle
 

@@ -189,7 +189,7 @@ class ReplicaService:
         self._host.spawn(close())
 
     def make_fetches(self, layout: KVLayout, receiver: Receiver, blocks: BlockManager) -> PrefixFetches[Prompt]:
-        """Create the registry of this replica's prefix fetches; the worker gets their failures."""
+        """Create the registry of this replica's prefix fetches; it reports failures to the worker."""
         setup = self._setup
         return PrefixFetches(
             receiver,

@@ -141,7 +141,7 @@ def _open_tokenizer(model_dir: Path, vocab_size: int) -> tuple[LLTokenizer | Non
 def _matched(
     tokenizer: LLTokenizer, grammar: Grammar, *, keeps_patterns: bool = True
 ) -> tuple[LLMatcher | None, Callable[[], LLMatcher] | None, str]:
-    """Return a matcher, the function that builds it again, and the grammar's problem; empty if it has none.
+    """Return a matcher, a function that rebuilds it, and the grammar's problem, which is empty if there is none.
 
     keeps_patterns: as in `_source`.
     """

@@ -1,6 +1,6 @@
 """Rewriting of JSON schemas so that llguidance enforces them completely: loose keywords become equivalent strict ones.
 
-Found with the specification's own tests (json-schema-org/JSON-Schema-Test-Suite) and with random schemas.
+The specification's own tests (json-schema-org/JSON-Schema-Test-Suite) and random schemas showed the need for each.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _is_slow(found: Iterable[Mapping[str, Any]]) -> bool:
 
 
 def _step(value: Any) -> Iterator[int]:
-    """Yield the digits as an integer without factors of 2 and 5, which only the last digits of a number decide."""
+    """Yield the digits as an integer without its factors of 2 and 5, which need only the last digits of a number."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
         return  # the compiler reports the error
     step = int("".join(map(str, Decimal(str(value)).as_tuple().digits)))

@@ -16,7 +16,7 @@ _RETRY_S = 0.5
 
 
 class EmbeddedIndex:
-    """Detached actor that Ray restarts (max_restarts=-1). The server is a child process of its event loop."""
+    """Detached actor that Ray restarts (max_restarts=-1). The thread of its event loop owns the server."""
 
     async def __init__(self, address: RedisAddress, log_dir: str) -> None:  # type: ignore[misc]  # Ray awaits it
         self._server = RedisServer(address, log=Path(log_dir) / "index.log")

@@ -122,7 +122,7 @@ class Member(AnnouncedPool):
 
 
 def signed_record(member: Member, key: bytes) -> bytes:
-    """Return the record by which routers accept the member. key: 32-byte signing key of the deployment."""
+    """Return the signed record that routers accept. key: 32-byte signing key of the deployment."""
     return signed(member.to_json().encode(), key)
 
 

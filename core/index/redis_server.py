@@ -47,8 +47,8 @@ class RedisAddress:
 
 
 class RedisServer:
-    """Server process of one thread. It dies with the thread that called start(), even if the process of that thread
-    lives on."""
+    """Server process of one thread. It dies with the thread that called start(), even before the process of that
+    thread."""
 
     def __init__(self, address: RedisAddress, *, log: Path) -> None:
         self._address = address

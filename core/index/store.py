@@ -4,7 +4,7 @@
     <name>:blocks:<replica>:<tier>   set of the hashes that a replica holds there, for routers that missed events
 
 Both are written in one pipeline, with hashes packed to 16 bytes each, up to 512 per event. Replica ids are never
-reused: a dead replica's sets expire, or are deleted by the first router that sees it gone.
+reused: a dead replica's sets expire, or the first router that misses the replica deletes them.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class GGUFMetadata:
 
 @dataclass(frozen=True, kw_only=True)
 class GGUFArchitecture:
-    """Architecture of GGUF files. family: that of config.json. settings: returns those that differ from `_common`."""
+    """Architecture of GGUF files. family: that of config.json. settings: returns those that differ from `_common`'s."""
 
     family: str
     settings: Callable[[GGUFMetadata, Config], Config] = lambda metadata, config: {}

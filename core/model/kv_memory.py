@@ -228,7 +228,7 @@ class CacheShape:
         return num_bytes
 
     def pool_sizes(self, memory_bytes: int, *, max_running: int, windows: WindowArithmetic | None) -> PoolSizes:
-        """Return the sizes of one rank's pool in `memory_bytes`. max_running: concurrent sequences."""
+        """Return the sizes of one rank's pool that fits into `memory_bytes`. max_running: concurrent sequences."""
         num_states = 0
         if self.state_bytes:
             num_states = state_slots_for(

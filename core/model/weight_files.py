@@ -58,7 +58,7 @@ def weight_files(directory: Path) -> WeightFiles:
 def locate_tensors(files: WeightFiles) -> tuple[dict[str, Path], frozenset[str]]:
     """Return the safetensors file of each tensor to read, and the tensors that the index leaves out.
 
-    Reads the headers. Raises SpecError for a truncated file, or if, without an index, two files hold a tensor.
+    Reads the headers. Raises SpecError for a truncated file, or if two files without an index hold the same tensor.
     """
     held: dict[str, list[Path]] = {}
     for path in files.paths:

@@ -182,7 +182,7 @@ class GrammarNotFollowed(ClusterError):
 class NoTokenAllowed(ClusterError):
     """Token rules that allow no next token. Never retried: every replica would fail in the same way.
 
-    The cause is the request's `allowed_token_ids` and `bad_words`, together with each other, a grammar, a thinking
+    The cause is the request's `allowed_token_ids` or `bad_words`, often combined with each other, a grammar, a thinking
     budget or `min_tokens`.
     """
 

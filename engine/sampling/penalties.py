@@ -62,7 +62,7 @@ class Penalties:
         self._sort(len(prompt))
 
     def __len__(self) -> int:
-        """N"""
+        """Return N, the number of penalised tokens."""
         return len(self._counts)
 
     @property

@@ -205,7 +205,7 @@ class PromptQueue:
         insort(self.waiting, prompt, key=_turn)
 
     def take_fetched(self) -> list[Prompt]:
-        """Remove and return the fetch-only prompts that have all there is. Their blocks are the caller's."""
+        """Remove and return the fetch-only prompts that have fetched all they can. Their blocks are the caller's."""
         finished = [prompt for prompt in self.computing if prompt.fetch_only]
         finished += [prompt for prompt in self.waiting if prompt.fetch_only and not self.has_offer(prompt)]
         for prompt in finished:
@@ -224,7 +224,7 @@ class PromptQueue:
         return prompt.sequence.is_behind(others, self._blocks)
 
     def has_offer(self, prompt: Prompt) -> bool:
-        """Return True if the offer exceeds the cached prefix. Drop the offer otherwise: fetches never leave a gap."""
+        """Return True if the offer exceeds the cached prefix. Otherwise drop the offer, which would bring nothing."""
         sequence, blocks = prompt.sequence, self._blocks
         if prompt.num_offered and blocks.match_reusable(sequence.hashes()) * sequence.block_size >= prompt.fetch_end:
             prompt.num_offered = 0

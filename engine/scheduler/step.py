@@ -121,7 +121,7 @@ class ScheduledStep:
 
     @cached_property
     def changes(self) -> RowChanges:
-        """Difference to the rows of the step before, computed on first use."""
+        """Difference from the rows of the previous step, computed on first use."""
         if self.next_tokens and (changes := self.last_rows.next_tokens(self.next_tokens)):
             return changes
         sequences = [sequence for sequence, _ in self.decoding] + [prompt.sequence for prompt, _ in self.prompts]
@@ -188,7 +188,7 @@ class KVConnector(Protocol):
     def orders(self, step: ScheduledStep) -> Orders:
         """Return the commands that every rank runs before it computes this step.
 
-        Its rows are chosen and may read tokens of a step in flight, so removals happen in `begin_step` only.
+        The rows are chosen by now and may read tokens of a step in flight, so only `begin_step` removes sequences.
         """
         ...
 

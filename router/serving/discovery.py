@@ -68,7 +68,7 @@ class Discovery:
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self, *, refresh_s: float = _REFRESH_S) -> None:
-        """refresh_s: how often membership is read."""
+        """refresh_s: interval between reads of the membership."""
         self._refresh_s = refresh_s
         self._tasks = [
             self._supervisor.start("membership", lambda: self._forever(self._refresh)),

@@ -184,7 +184,7 @@ class Choices:
     and so in any order. D's tokens are buffered until both have reported the same epoch of the handoff. Otherwise D may
     have started from the KV and first tokens of an abandoned prefill replica.
 
-    D sends prompt statistics (cached tokens, log-probabilities) over another connection than tokens. No token is
+    D sends tokens and prompt statistics (cached tokens, log-probabilities) over different connections. No token is
     appended before the statistics have arrived, or the answer could end without them. Belongs to the event loop.
     """
 
@@ -321,7 +321,7 @@ class Choices:
             self.finish(choice)
 
     def _is_cut(self, choice: int, num_new: int) -> bool:
-        """Return whether the choice, after num_new more tokens, ends only at the size limit of its replica."""
+        """Return whether the choice ends after num_new more tokens only because its replica is too small for more."""
         num_tokens, num_generated = self._lengths(choice, num_new)
         return num_generated < self._state.request.sampling.max_tokens and self._may_hold(num_tokens)
 

@@ -90,7 +90,7 @@ def stacked_experts(
 
 
 def common(settings: Settings, *, head_dim: int | None = None) -> Fields:
-    """Read the settings of all families. All layers get full attention and a dense MLP; families replace them.
+    """Read the settings that all families have. All layers get full attention and a dense MLP; families replace them.
 
     head_dim: default where the file has none; None: hidden_size / num_attention_heads.
     """
