@@ -187,7 +187,7 @@ class SamplingRow:
         return self.mask is not None and self.sampling.num_logprobs is None
 
     def known_token(self) -> int | None:
-        """Return the next token if the mask forces it; None if it depends on the logits, or if logprobs are requested."""
+        """Return the next token if the mask forces it; None if it depends on logits or if logprobs are requested."""
         if self.mask is None or self.sampling.num_logprobs is not None:
             return None
         token_id = self.mask.only(self.tokens, self.num_prompt_tokens)

@@ -57,7 +57,7 @@ class Decoding:
         return self._next_tokens(self._preempt_until_room(list(sequences)))
 
     def _next_tokens(self, sequences: list[Sequence]) -> NextTokens:
-        # Usually they are those of the step before.
+        # Usually the rows are those of the previous step.
         if sequences != self._rows.sequences:
             self._rows = DecodingRows(sequences)
         return NextTokens(self._rows)

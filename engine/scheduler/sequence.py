@@ -77,7 +77,7 @@ class Sequence:
         self.ends_at = min(request.num_prompt_tokens + request.sampling.max_tokens, max_context)
         self.drafts: DraftTally | None = None  # since the last `take_drafts`; None if drafting is off
         self.stops = frozenset(request.sampling.stop_token_ids)
-        # Forced tokens stop here, because the replica that it moves to has room for this many.
+        # Limit for forced tokens: the replica to which this sequence moves has room for this many tokens.
         self.most_tokens = max_context
         self.block_size = block_size
         self.model = model
@@ -139,7 +139,8 @@ class Sequence:
         if blocks.states:
             return any(other.will_checkpoint_for(self, blocks.match_reusable(self.hashes())) for other in others)
         if blocks.windows:
-            # A block that is here may lack its part, which another sequence brings only if it has yet to compute it.
+            # A cached block may lack its part. Another sequence brings the part only if it still has to compute the
+            # block.
             depth = blocks.match_reusable(self.hashes())
             others = [other for other in others if other.num_computed < (depth + 1) * self.block_size]
             wanted = self._hashes[depth : depth + 1]
