@@ -90,7 +90,6 @@ class Answers:
         return next((r.choices[stream] for r in self._of(router) if stream in r.choices), None)
 
     def stop_streams(self, router: str, streams: Iterable[int]) -> None:
-        """Stop these choices."""
         streams = set(streams)
         for request in self._of(router):
             request.unwanted |= streams  # the request may not have started yet

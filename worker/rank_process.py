@@ -377,7 +377,7 @@ def _member(setup: RankSetup, runner: ModelRunner, frames_address: str, *, max_t
 
 
 def _max_running(setup: RankSetup, runner: ModelRunner) -> int:
-    """Return the sequences that the replica runs at once: each needs a state slot if the model has states."""
+    """Return how many sequences the replica runs at once: each needs a state slot if the model has states."""
     return min(setup.pool.max_running, runner.pool.num_states or setup.pool.max_running)
 
 

@@ -142,7 +142,6 @@ class Worker(KVConnector, ABC):
             listener.stays("choice is not decoding on this replica")
 
     def cancel_move(self, router: str, stream: int) -> None:
-        """Cancel the migration of a choice."""
         if sequence := self.answers.find(router, stream):
             self.moves.cancel(sequence, "the migration was cancelled")
 

@@ -34,7 +34,6 @@ class RevisionChannel:
         self._rejected: object = None  # the last rejected value, logged once
 
     async def publish(self, table: RevisionTable) -> None:
-        """Write the table to Redis."""
         await self._redis.set(self._table, signed(table.to_json().encode(), self._key, b"table"))
 
     async def read(self) -> RevisionTable | None:

@@ -163,7 +163,6 @@ _OTHER_TYPES |= {140: "IQ5_K", 141: "IQ6_K", 144: "IQ4_KS", 145: "IQ2_KS", 146: 
 
 
 def type_name(ggml_type: int) -> str:
-    """Return the name of a type of ggml."""
     known = GGML_TYPES.get(ggml_type)
     return known.name if known else _OTHER_TYPES.get(ggml_type, f"number {ggml_type}")
 

@@ -210,8 +210,9 @@ class Sequence:
             self.checkpoints_at = [(position // states.interval + 1) * states.interval]
 
     def keep_passed(self, slots: list[int], states: StateManager) -> None:
-        """Turn the state at a planned position that the last step passed into a checkpoint; remove its slot from
-        `slots`. slots: slots of the states at the last computed positions, in order.
+        """Turn a state that the last step passed into a checkpoint, if one is planned at its position.
+
+        Removes its slot from `slots`, which has those of the states at the last computed positions, in order.
         """
         first = self.num_computed - len(slots)
         if self.checkpoints_at and first <= self.checkpoints_at[0] < self.num_computed:
