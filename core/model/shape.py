@@ -265,7 +265,7 @@ class ModelConfig:
         return dim - self.latent.latent_dim if self.latent else 0
 
     def can_keep_kv(self, dtype: str) -> bool:
-        """Return True if the KV cache can be of `dtype`. int4 rotates heads, whose sizes must divide by 4."""
+        """Return True if the KV cache can be of `dtype`. int4 needs heads whose sizes are multiples of 4."""
         return dtype != "int4" or (not self.latent and all(dim % 4 == 0 for _, dim in self.kv_layers))
 
     def layers_at(self, key: str, indices: Sequence[int]) -> tuple[int, ...]:
