@@ -23,7 +23,7 @@ from core.types.request import Role, Sampling
 from engine.config import EngineConfig
 from engine.runner.runner import ModelRunner
 from engine.tools.offline import generate
-from router.routing.policy import CandidateReplica, Option, RoutingRequest
+from router.routing.candidates import CandidateReplica, Option, RoutingRequest
 from tests.support.local_cluster import LocalCluster, LocalReplica, local_cluster
 from tests.support.rank_in_process import Fault
 

@@ -20,8 +20,8 @@ from core.index.prefix_index import PrefixIndex
 from core.model.kv_memory import CacheShape
 from core.types.prefix_hash import HASH_BYTES, block_hashes, root_hash
 from core.types.step_timing import StepTiming
+from router.routing.candidates import CandidateReplica, Option, Policy, RoutingRequest
 from router.routing.policies import make_policy
-from router.routing.policy import CandidateReplica, Option, Policy, RoutingRequest
 
 
 def main() -> None:

@@ -105,14 +105,16 @@ def seen_by(routers: Sequence[AdminAnswer]) -> dict[str, int] | None:
     return {role: min(one.get(role, 0) for one in seen) for role in seen[0]} if seen else None
 
 
-def await_seen(state: State, min_counts: Mapping[str, int], *, num_routers: int = 1) -> None:
+def await_seen(
+    state: State, min_counts: Mapping[str, int], *, num_routers: int = 1, within_s: float = _SEE_ALL_S
+) -> None:
     """Wait until every router sees at least `min_counts` replicas per role.
 
     num_routers: minimum number of routers that must respond. Raises DeployError.
     """
     if not state.admin:
         return
-    deadline = time.monotonic() + _SEE_ALL_S
+    deadline = time.monotonic() + within_s
     while True:
         answers = ask_routers(state, "/health")
         seen = seen_by(answers)

@@ -24,10 +24,10 @@ from planner.simulator.profile import FleetSetup, Profile
 from planner.simulator.replica import Flight, PrefillReplica, Replica, serving
 from planner.simulator.store import Indexes, Site
 from router.routing.admission_queue import AdmissionQueue
+from router.routing.candidates import MAX_BACKLOG_S, CandidateReplica, Option, RoutingRequest
 from router.routing.chooser import AnswerLength
 from router.routing.fair_queue import QueuedRequest
 from router.routing.policies import make_policy
-from router.routing.policy import MAX_BACKLOG_S, CandidateReplica, Option, RoutingRequest
 
 _ANY_LENGTH = 1 << 31  # tokens
 

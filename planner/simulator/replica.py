@@ -23,7 +23,7 @@ from engine.spec_decode.acceptance_rates import RowYield
 from planner.simulator.clock import Action
 from planner.simulator.drafts import SimulatedDrafts
 from planner.simulator.store import Held, Site, Store
-from router.routing.policy import Option
+from router.routing.candidates import Option
 
 NO_LOGITS = ()
 _NO_LIMIT = 1 << 40

@@ -19,8 +19,7 @@ from itertools import chain
 
 from core.index.prefix_index import NOTHING, Depths
 from core.types.handoff import PrefixSource
-from router.routing.fair_queue import Places
-from router.routing.policy import (
+from router.routing.candidates import (
     CandidateReplica,
     Option,
     Policy,
@@ -29,6 +28,7 @@ from router.routing.policy import (
     UsualRates,
     candidate_of,
 )
+from router.routing.fair_queue import Places
 
 Culprit = str | tuple[str, str]  # a replica that failed a request, or a (prefill, decode) pair whose link failed
 NO_CULPRITS: frozenset[Culprit] = frozenset()

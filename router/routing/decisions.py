@@ -12,7 +12,7 @@ from typing import Any
 
 from core.types.request import DraftTally
 from core.types.timeline import Timeline
-from router.routing.policy import CandidateReplica, Option
+from router.routing.candidates import CandidateReplica, Option
 
 _MAX_REQUESTS = 1000
 _MAX_OPTIONS = 8  # best options kept of each decision

@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from core.spec.plugin import find, made
-from router.routing.policy import CandidateReplica, Option, Policy, RoutingRequest
+from router.routing.candidates import CandidateReplica, Option, Policy, RoutingRequest
 
 _HORIZON = 64  # answer tokens over which the load of a decode replica is weighed
 _SHORTLIST = 4

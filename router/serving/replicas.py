@@ -18,7 +18,7 @@ from core.types.errors import ClusterError, ModelUnavailable, ReplicaLost
 from core.types.request import Role, SampledToken
 from core.types.step_timing import StepTiming
 from core.wire.messages import from_message, make_plausible, tokens_from_proto
-from router.routing.policy import ReplicaLoad
+from router.routing.candidates import ReplicaLoad
 
 if TYPE_CHECKING:
     from router.serving.grpc_worker import Worker

@@ -28,6 +28,7 @@ from core.types.prefix_hash import block_hashes, checkpoint_hash, expected_hashe
 from core.types.request import OFFLINE, Role, SequenceRequest
 from core.types.revisions import Revision
 from router.routing.admission_queue import most_choices
+from router.routing.candidates import ReplicaLoad
 from router.routing.chooser import (
     NO_CULPRITS,
     AnswerLength,
@@ -40,7 +41,6 @@ from router.routing.chooser import (
 )
 from router.routing.decisions import Decisions
 from router.routing.fair_queue import NO_PLACES, Places
-from router.routing.policy import ReplicaLoad
 from router.routing.revisions import Revisions
 from router.serving.replicas import DecodeStream, Replica, Replicas
 from router.telemetry.metrics import Metrics

@@ -25,7 +25,7 @@ from core.trace.traffic import (
     TrafficReport,
 )
 from core.types.errors import ClusterError
-from router.routing.policy import ReplicaLoad
+from router.routing.candidates import ReplicaLoad
 from router.serving.replicas import Replica
 
 logger = logging.getLogger(__name__)

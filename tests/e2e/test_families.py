@@ -13,8 +13,8 @@ from core.types.failpoint import FailpointStage
 from core.types.request import Role, Sampling
 from engine.config import GIB, EngineConfig
 from engine.timing.pace import Pace
+from router.routing.candidates import Option
 from router.routing.policies import RoundRobin
-from router.routing.policy import Option
 from tests.e2e.conftest import Lab, exact_tree
 from tests.engine.model.test_models import FAMILIES
 from tests.engine.steps import prompts

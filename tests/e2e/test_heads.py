@@ -17,7 +17,7 @@ from core.types.request import Role, Sampling
 from engine.scheduler.sequence import Sequence
 from engine.spec_decode.proposer import ModelProposer, Proposal
 from engine.spec_decode.speculation import Speculation
-from router.routing.policy import Option
+from router.routing.candidates import Option
 from tests.e2e.conftest import Checkpoint, Lab, exact_tree
 from tests.engine.spec_decode.heads.eagle1_files import eagle1_reference, write_eagle1
 from tests.engine.spec_decode.heads.head_files import eagle_reference, medusa_reference, write_eagle, write_medusa

@@ -13,8 +13,8 @@ from core.rpc import worker_pb2 as pb
 from core.rpc import worker_pb2_grpc
 from core.types.request import Role, SampledToken, Sampling
 from core.wire.channel import open_channel
+from router.routing.candidates import CandidateReplica, Option, RoutingRequest
 from router.routing.policies import RoundRobin
-from router.routing.policy import CandidateReplica, Option, RoutingRequest
 from tests.e2e.conftest import Lab, exact_tree
 from tests.engine.steps import prompts
 from tests.engine.tiny_models import DELTA_NET

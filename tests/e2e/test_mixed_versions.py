@@ -23,7 +23,7 @@ from core.rpc import inference_pb2_grpc as rpc
 from core.types.request import Role, Sampling
 from core.types.wire_version import WIRE_VERSION
 from router.generation import RequestRoute
-from router.routing.policy import Option
+from router.routing.candidates import Option
 from tests.e2e.conftest import Lab, exact_tree
 from tests.engine.steps import prompts
 from tests.support.fake_policy import FakePolicy

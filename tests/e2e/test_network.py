@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from core.types.request import Role, Sampling
-from router.routing.policy import Option
+from router.routing.candidates import Option
 from tests.e2e.conftest import Lab, exact_tree
 from tests.engine.steps import prompts
 from tests.support import hosts

@@ -16,8 +16,8 @@ from core.types.failpoint import FailpointStage
 from core.types.prefix_hash import block_hashes, root_hash
 from core.types.request import Role, Sampling
 from core.types.step_timing import StepTiming
+from router.routing.candidates import CandidateReplica, Option, RoutingRequest
 from router.routing.policies import CostPolicy
-from router.routing.policy import CandidateReplica, Option, RoutingRequest
 from router.serving.replicas import Replicas
 from tests.e2e.conftest import Lab, exact_tree, on_device
 from tests.engine.steps import prompts

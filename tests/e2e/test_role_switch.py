@@ -16,8 +16,8 @@ from core.types.request import Role, Sampling
 from core.wire.call_errors import error_of
 from core.wire.channel import open_channel
 from engine.runner.runner import ModelRunner
+from router.routing.candidates import Option
 from router.routing.policies import RoundRobin
-from router.routing.policy import Option
 from tests.e2e.conftest import Lab, exact_tree, on_device
 from tests.engine.steps import prompts
 from tests.support.fake_policy import FakePolicy

@@ -12,7 +12,7 @@ from core.index.prefix_index import NOTHING
 from core.types.prefix_hash import block_hashes, checkpoint_hash, root_hash
 from core.types.request import Role, Sampling
 from engine.config import GIB, EngineConfig
-from router.routing.policy import Option
+from router.routing.candidates import Option
 from tests.e2e.conftest import Lab, exact_tree
 from tests.engine.steps import prompts
 from tests.engine.tiny_models import DELTA_NET

@@ -15,7 +15,7 @@ import redis
 from core.index.prefix_index import Depths
 from core.types.prefix_hash import block_hashes, root_hash
 from core.types.request import Role, Sampling
-from router.routing.policy import Option
+from router.routing.candidates import Option
 from router.serving.replicas import Replica
 from tests.e2e.conftest import Lab, exact_tree, on_device
 from tests.engine.steps import prompts

@@ -11,7 +11,7 @@ from core.types.request import Role, Sampling
 from engine.config import GIB, EngineConfig
 from engine.kv.layout import KVLayout
 from engine.timing.pace import Pace
-from router.routing.policy import Option
+from router.routing.candidates import Option
 from tests.e2e.conftest import Checkpoint, Lab, exact_tree
 from tests.engine.spec_decode.heads.head_files import write_eagle
 from tests.engine.steps import prompts

@@ -29,8 +29,8 @@ from engine.scheduler.prompts import KVSource, Prompt
 from engine.scheduler.sequence import Sequence as TokenSequence
 from engine.scheduler.step import Prefilled, ScheduledStep
 from engine.scheduler.step_commands import Orders
-from engine.spec_decode import draft as draft_module
 from engine.spec_decode import speculation as speculation_module
+from engine.spec_decode import verify as verify_module
 from engine.spec_decode.proposer import NUM_KINDS, Proposal
 from engine.spec_decode.speculation import Speculation
 from engine.spec_decode.verify import Choose, Draft
@@ -924,7 +924,7 @@ def _one_too_many(
     return _verify(draft, sequence, num_tokens, choose, blocks)
 
 
-_verify = draft_module.verify
+_verify = verify_module.verify
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from router.routing.policy import CandidateReplica, Option, RoutingRequest
+from router.routing.candidates import CandidateReplica, Option, RoutingRequest
 
 
 class FakePolicy:

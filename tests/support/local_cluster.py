@@ -33,9 +33,9 @@ from core.types.prompt_logprobs import PromptLogprobs
 from core.types.request import Role, SampledToken, Sampling, SequenceRequest
 from core.types.role_switch import other
 from router.generation import RequestRoute
+from router.routing.candidates import Policy
 from router.routing.chooser import Chooser
 from router.routing.policies import make_policy
-from router.routing.policy import Policy
 from router.serving.core import RouterCore
 from router.serving.discovery import Discovery
 from router.serving.grpc_worker import GrpcWorker

@@ -22,7 +22,7 @@ from typing import Any
 import redis
 
 from core.spec.schema import Spec
-from router.routing.policy import Policy
+from router.routing.candidates import Policy
 from tests.support.local_cluster import SETTLE_S, LocalCluster, make_cluster, parse_tree
 from tests.support.waiting import becomes
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from core.model.rope import context_of, read_rope
+from core.model.rope_settings import context_of, read_rope
 from core.model.settings import Settings
 from core.model.shape import Activation, ExpertsConfig, LayerConfig, RopeConfig
 from core.types.errors import SpecError

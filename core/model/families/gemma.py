@@ -27,7 +27,7 @@ from core.model.families.family import (
     with_ropes,
     with_windows,
 )
-from core.model.rope import read_rope
+from core.model.rope_settings import read_rope
 from core.model.settings import Settings
 from core.model.shape import ExpertsConfig
 from core.types.errors import SpecError

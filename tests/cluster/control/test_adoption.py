@@ -104,7 +104,7 @@ async def test_single_capture_whose_file_is_removed_with_its_controller(start: S
 
     async def note(number: int) -> None:
         seen = SeenRequest(arrival_s=0.0, num_tokens=150, ids=(11,), num_output=7)
-        await starting.note_traffic(TrafficReport(router="a", arrived={number: seen}, changed={}, num_lost=0))
+        await starting.note_traffic(TrafficReport(router="a", arrived={number: seen}, changed={}))
 
     await starting.start_capture(max_bytes=10_000)
     with pytest.raises(SpecError, match="under way"):

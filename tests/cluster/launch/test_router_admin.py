@@ -110,10 +110,9 @@ async def test_commands_ignore_foreign_listeners(monkeypatch: pytest.MonkeyPatch
     router = replace(pending_peer, body=health())
     assert seen_by([pending_peer]) is None
     assert seen_by([pending_peer, router]) == seen_by([router]) == {"prefill": 1, "decode": 1}
-    monkeypatch.setattr(router_admin, "_SEE_ALL_S", 0.0)
     monkeypatch.setattr("cluster.launch.router_admin.ask_routers", lambda state, path: [pending_peer])
     with pytest.raises(DeployError, match="no router answers"):
-        await_seen(make_state("d", admin=("a:1",)), {"decode": 1})
+        await_seen(make_state("d", admin=("a:1",)), {"decode": 1}, within_s=0.0)
     async with listening(replies(b"not JSON")) as address:
         [answer] = await asyncio.to_thread(ask_at, f"http://{address}", "/debug/routes/r1")
     assert answer.json() == {}

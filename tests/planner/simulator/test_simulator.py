@@ -17,7 +17,7 @@ from planner.simulator.plan import make_plan
 from planner.simulator.prefix_hashes import PrefixHashes
 from planner.simulator.profile import Drafts, FleetSetup, Steps, WiderSteps, load_profile, shipped_profiles
 from planner.simulator.run import simulate
-from router.routing.policy import CandidateReplica, Option, RoutingRequest
+from router.routing.candidates import CandidateReplica, Option, RoutingRequest
 
 _PROFILE = load_profile("h100-llama-3.1-8b")
 _SETUP = FleetSetup(num_prefill=0, num_decode=2, block_size=64, kv_tokens=65_536)

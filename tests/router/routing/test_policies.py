@@ -12,10 +12,10 @@ from core.model.kv_memory import CacheShape
 from core.types.request import DraftTally
 from core.types.step_timing import StepTiming
 from core.types.timeline import Timeline
+from router.routing.candidates import CandidateReplica, Option, ReplicaLoad, RoutingRequest, UsualRates
 from router.routing.chooser import cheapest, decode_wait_s
 from router.routing.decisions import Decisions
 from router.routing.policies import POLICIES, make_policy
-from router.routing.policy import CandidateReplica, Option, ReplicaLoad, RoutingRequest, UsualRates
 from tests.support.members import make_member
 
 _DEMAND = RoutingRequest(num_tokens=4096, cache=CacheShape(block_size=64, token_bytes=1000), max_local_tokens=16)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from frontend.text.answer_events import StopMatcher
+from frontend.text.stop_strings import StopMatcher
 
 
 def first_stop(text: str, stops: list[str]) -> tuple[int, str] | None:

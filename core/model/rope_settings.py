@@ -1,4 +1,7 @@
-"""Rotary settings of a config.json, in transformers' forms: `rope_parameters` and the older `rope_scaling`."""
+"""Rotary settings of a config.json, in transformers' forms: `rope_parameters` and the older `rope_scaling`.
+
+engine/attention/rotary.py has the formula of each kind.
+"""
 
 from __future__ import annotations
 
