@@ -314,7 +314,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _compute_largest(self, batch: Batch, pool: KVPool) -> None:
-        """Compute a step and its drafting over a pool that is not the rank's. Keeps nothing."""
+        """Compute a step and its drafting over a temporary pool. Keeps nothing."""
         if self.heads is None:
             self._model(batch, pool, None)
             return

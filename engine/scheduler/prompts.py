@@ -295,7 +295,7 @@ def num_parts(sequence: Sequence, windows: WindowManager, room: int) -> int:
 def _start_parts(sequence: Sequence, windows: WindowManager, source: KVSource, *, room: int) -> None:
     """Reserve a sequence's parts, hold those of its cached blocks, and attach those that another replica ships.
 
-    That replica ships what the first query computed here sees; see CacheShape.window_start.
+    The other replica ships the parts that this replica's first query sees; see CacheShape.window_start.
     """
     parts, table, num_cached = sequence.parts, sequence.blocks, sequence.num_computed // sequence.block_size
     parts.reserve(num_parts(sequence, windows, room), windows)

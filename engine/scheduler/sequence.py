@@ -132,7 +132,7 @@ class Sequence:
     def is_behind(self, others: Collection[Sequence], blocks: BlockManager) -> bool:
         """Return True if one of `others`, which are being computed, will fill the first block missing here.
 
-        If the model has states: if one will make a checkpoint after the last one that this sequence can use.
+        With recurrent states, check instead whether one will make a checkpoint after the last one usable here.
         """
         if self.is_scored:
             return False
