@@ -34,7 +34,7 @@ async def abort_with(context: aio.ServicerContext[Any, Any], error: ClusterError
 
 @asynccontextmanager
 async def aborting(context: aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
-    """If the block raises a ClusterError, end the call with that error."""
+    """End the call with the block's error, if the block raises a ClusterError."""
     try:
         yield
     except ClusterError as error:
