@@ -1,4 +1,4 @@
-"""Decode role of a rank, and its model proposers: draft heads, a draft model, or the model without some layers."""
+"""Decode role of a rank, and its draft proposers: draft heads, a draft model, or the model without some layers."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _open_models(spec: Spec, parts: EngineParts) -> dict[str, ModelProposer]:
 
 
 class _GangHeads:
-    """RankHeads of all ranks. They write to a row's last block, which may be newly allocated."""
+    """RankHeads of all ranks. The heads write to a row's last block, which may be newly allocated."""
 
     def __init__(self, parts: EngineParts) -> None:
         self._parts = parts
@@ -110,7 +110,7 @@ class _GangHeads:
 def _draft_bytes(config: EngineConfig, spec: Spec) -> int:
     """Return the GPU memory to reserve on each rank for a draft model. config: of the served model.
 
-    Equal on all ranks, because their pools have the same size.
+    The result is equal on all ranks, because their pools have the same size.
     """
     drafts = draft_source(spec) if config.device.startswith("cuda") else None
     return bytes_of(_own_config(spec, drafts.directory, device=config.device)) if drafts and not drafts.heads else 0

@@ -26,7 +26,7 @@ from worker.worker import EngineParts, Worker
 class DecodeWorker(Worker):
     """Requests of one decode replica, most of which get their KV from a prefill replica.
 
-    `close_handoff` closes a handoff on the other ranks and then runs its callback on this thread.
+    `close_handoff` closes a handoff on the other ranks and then runs its callback on the step thread.
     """
 
     def __init__(

@@ -45,8 +45,8 @@ class SchedulerConfig:
 class Engine(Generic[Logits]):
     """All sequences of one replica, and the blocks that hold their KV. Owned by the step thread.
 
-    A step is a `launch` followed by a `complete`. With async scheduling the next step is launched between the two, and
-    runs until the next call. Calls in between see every sequence as it was before that launch.
+    A step is a `launch` followed by a `complete`. With async scheduling, the next step is launched between the two and
+    still runs when `step` returns. Other methods see every sequence as it was before that launch.
     """
 
     def __init__(
@@ -360,7 +360,7 @@ class Engine(Generic[Logits]):
     def cancel(self, prompt: Prompt) -> None:
         """Drop a prompt that is not complete yet.
 
-        The caller has removed from its table the blocks that a transfer may still write.
+        The caller must have removed from its table the blocks that a transfer may still write.
         """
         self.prompts.remove(prompt)
         prompt.sequence.release(self.blocks)
@@ -393,14 +393,14 @@ class Engine(Generic[Logits]):
     def pause(self, sequence: Sequence) -> None:
         """Take a sequence out of the schedule; it keeps its blocks.
 
-        If a step under way advances its state, the state is dropped, as the step's token will be. See `in_step`.
+        If a running step advances its state, the state is dropped, as the step's token will be. See `in_step`.
         """
         self._unschedule(sequence)
         if self.blocks.states and self._under_way and self._under_way.has_row_of(sequence):
             sequence.drop_state(self.blocks.states)
 
     def resume(self, sequence: Sequence) -> None:
-        """Schedule a paused sequence again. Without blocks or without its state, its KV is recomputed first."""
+        """Schedule a paused sequence again. If it lost its blocks or its state, its KV is recomputed first."""
         has_lost_state = self.blocks.states is not None and not sequence.state_slots
         if sequence.num_missing > 1 or has_lost_state:  # num_missing: paused while its KV was being recomputed
             sequence.release(self.blocks)
@@ -472,7 +472,7 @@ class Engine(Generic[Logits]):
 
     @property
     def num_running(self) -> int:
-        """Sequences that run, or will run as soon as their KV is here."""
+        """Sequences that run, or will run as soon as their KV is in the pool."""
         return self._admission.num_running
 
     @property

@@ -58,7 +58,7 @@ def _make_worker(parts: LeaderParts) -> PrefillWorker:
 
 
 class PrefillServicer(rpc.PrefillWorkerServicer, AnswerServicer):
-    """Servicer with one call per prompt, and of local decodes."""
+    """Servicer for prompts, one call each, and for local decodes."""
 
     def register(self, server: aio.Server) -> None:
         rpc.add_PrefillWorkerServicer_to_server(self, server)

@@ -179,7 +179,7 @@ class PrefillWorker(Worker):
         status, local_decodes = super().status(), self.engine.local_decodes
         status.running += len(self._outgoing_transfers)
         running = local_decodes.num_choices + self.moves.num_paused
-        if running or local_decodes.num_waiting:  # by which routers decide whether to send another one
+        if running or local_decodes.num_waiting:  # routers read it before they send another one
             status.local_decodes.running = running
             status.local_decodes.waiting = local_decodes.num_waiting
             status.local_decodes.blocks = local_decodes.num_blocks

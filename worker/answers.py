@@ -42,7 +42,7 @@ class RequestListener(Protocol):
 
 @dataclass(eq=False)
 class LiveRequest:
-    """A request on this replica."""
+    """Request on this replica."""
 
     prompt: Prompt
     router: str
@@ -58,7 +58,7 @@ class Answers:
     """
 
     def __init__(self, engine: Engine[Tensor], moves: Moves, *, cancel: Callable[[Prompt], None]) -> None:
-        """cancel: frees a prompt in the engine and its fetches."""
+        """cancel: frees a prompt's blocks in the engine, and its fetches."""
         self._moves = moves
         self._engine = engine
         self._cancel = cancel
@@ -90,7 +90,6 @@ class Answers:
         return next((r.choices[stream] for r in self._of(router) if stream in r.choices), None)
 
     def stop_streams(self, router: str, streams: Iterable[int]) -> None:
-        """Stop these choices."""
         streams = set(streams)
         for request in self._of(router):
             request.unwanted |= streams  # the request may not have started yet

@@ -61,9 +61,8 @@ class PrefixSourceChannels:
 
     @asynccontextmanager
     async def to(self, prefix_source: PrefixSource) -> AsyncIterator[LastingChannel]:
-        """Yield a channel for one call. Raises ClusterError if the call fails.
-
-        If that is ReplicaLost, the next call opens a new channel.
+        """Yield a channel for one call. Raises ClusterError if the call fails. After ReplicaLost, the next call opens a
+        new channel.
         """
         key = prefix_source.replica, prefix_source.address
         connection = self._connections.get(key)

@@ -52,7 +52,7 @@ def decode_step(data: bytes) -> tuple[RowChanges | None, Orders]:
 
 
 class GangRunner:
-    """Model, lower tiers and sender of one rank.
+    """Executor of steps with the model, lower tiers and sender of one rank.
 
     Used by the step thread on rank 0, by the following thread on other ranks.
     """
@@ -154,7 +154,7 @@ class GangRunner:
             self._incoming_transfers.append(incoming)
 
     def draft(self, rows: Sequence[HeadRow], max_tokens: int, choose: Choose) -> None:
-        """Implements RankHeads, on rank 0: with the other ranks where each has a share of the heads."""
+        """Draft on rank 0, as in RankHeads; together with the other ranks if each has a share of the heads."""
         if not self._shares_heads:
             self.runner.draft(rows, max_tokens, choose)
             return

@@ -105,7 +105,7 @@ class MetricsServer:
         self.address = format_address(host, server.server_port)
 
     def close(self) -> None:
-        """Close the port within half a second, without waiting for it."""
+        """Start to close the port, which takes up to half a second, and return at once."""
         Thread(target=self._shut_down, name="closing metrics", daemon=True).start()
 
     def _shut_down(self) -> None:

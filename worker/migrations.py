@@ -176,10 +176,10 @@ class Moves:
         move.num_shipped = sequence.num_computed
 
     def _ship(self, move: Move, orders: Orders) -> None:
-        """Ship the positions computed since the last call, and the state behind them, which no step may change."""
+        """Ship the positions computed since the last call, and the state at their end, which no step may change."""
         assert move.outgoing
         sequence = move.sequence
-        state_slots = sequence.state_slots[:1]  # every draft moves it to another slot
+        state_slots = sequence.state_slots[:1]  # read here, because every draft moves the state to another slot
         self._outgoing_transfers.grow(move.outgoing, sequence.blocks, state_slots=state_slots)
         ship = ShipOrder(move.outgoing.key, sequence.blocks, move.num_shipped, sequence.num_computed, *state_slots)
         orders.ships.append(ship)
@@ -197,7 +197,7 @@ class Moves:
         orders.commits.append(CommitOrder(move.outgoing.key, sequence.num_computed, unknown))
 
     def _is_sent(self, key: HandoffKey) -> bool:
-        """Return whether everything was sent from rank 0. Other ranks send the same amount."""
+        """Return whether rank 0 has sent everything. The other ranks send the same amount."""
         transfer = self._gang.sender.find(key)
         return transfer is not None and transfer.is_idle
 

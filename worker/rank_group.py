@@ -37,7 +37,7 @@ class OtherRanks:
     """Clients of the other ranks of this replica. Used on the event loop only."""
 
     def __init__(self, addresses: list[str], *, identity: Identity, steps: StepCount, timeout_s: float) -> None:
-        """addresses: all ranks, in rank order. identity: this rank's. steps: steps broadcast, on rank 0."""
+        """addresses: all ranks, in rank order. identity: this rank's. steps: on rank 0, counts the broadcast steps."""
         self._timeout_s = timeout_s
         self._steps = steps
         replica, own = identity.name.replica, identity.name.rank

@@ -335,7 +335,7 @@ def _leader_parts(
         gang=gang,
         blocks=blocks,
         limits=SchedulerConfig(
-            # After a role switch a step may have no more tokens than parts were set aside for.
+            # After a role switch, a step must not have more tokens than the pool's parts were reserved for.
             max_batch_tokens=min(pool.max_batch_tokens, blocks.windows.max_batch_tokens)
             if blocks.windows
             else pool.max_batch_tokens,
@@ -377,7 +377,7 @@ def _member(setup: RankSetup, runner: ModelRunner, frames_address: str, *, max_t
 
 
 def _max_running(setup: RankSetup, runner: ModelRunner) -> int:
-    """Return the sequences that the replica runs at once: each needs a state slot if the model has states."""
+    """Return how many sequences the replica runs at once: each needs a state slot if the model has states."""
     return min(setup.pool.max_running, runner.pool.num_states or setup.pool.max_running)
 
 

@@ -60,7 +60,7 @@ _IDLE_S = 0.5  # interval of an idle engine's heartbeats to its other ranks
 
 
 class ReplicaService:
-    """Runs a worker on the step thread and publishes its results on the event loop.
+    """Runner of a worker on the step thread; publishes its results on the event loop.
 
     `open` sets the worker, before any report or request.
     """
@@ -100,7 +100,7 @@ class ReplicaService:
         setup, spec, credentials = self._setup, self._setup.spec, self._setup.launch.credentials
         self._publish()
         labels = {"deployment": spec.name, "model": spec.model.name, "replica": setup.replica, "role": setup.role.value}
-        # Prometheus finds the metrics on loopback as long as the routers' admin listeners are there.
+        # If the routers' admin listeners are on loopback, so are the metrics, because Prometheus runs beside them.
         metrics_host = spec.router.admin_host if is_loopback(spec.router.admin_host) else self._host.host
         self._metrics = MetricsServer(metrics_registry(lambda: self._status, labels), host=metrics_host)
         member = replace(member, metrics_address=self._metrics.address)
@@ -189,7 +189,7 @@ class ReplicaService:
         self._host.spawn(close())
 
     def make_fetches(self, layout: KVLayout, receiver: Receiver, blocks: BlockManager) -> PrefixFetches[Prompt]:
-        """Create the registry of this replica's prefix fetches; the worker gets their failures."""
+        """Create the registry of this replica's prefix fetches; it reports failures to the worker."""
         setup = self._setup
         return PrefixFetches(
             receiver,

@@ -13,7 +13,7 @@ Command = Callable[[], None]
 
 
 class StepLoop:
-    """Runs `step` repeatedly on one thread, and posted commands between steps.
+    """Loop that runs `step` repeatedly on one thread, and posted commands between steps.
 
     This thread owns all state of the engine; other threads use `post`. `step` returns whether there was work. If not,
     the thread sleeps until the next command and calls `idle` at least every `idle_s` seconds. An exception in any of

@@ -142,7 +142,6 @@ class Worker(KVConnector, ABC):
             listener.stays("choice is not decoding on this replica")
 
     def cancel_move(self, router: str, stream: int) -> None:
-        """Cancel the migration of a choice."""
         if sequence := self.answers.find(router, stream):
             self.moves.cancel(sequence, "the migration was cancelled")
 
@@ -327,7 +326,7 @@ class Worker(KVConnector, ABC):
 
 
 def add_slots(status: pb.Status, blocks: BlockManager) -> None:
-    """Add what the replica keeps beside blocks: states of recurrent layers, or parts of layers with a window."""
+    """Add the slots other than blocks: states of recurrent layers, or parts of layers with a window."""
     if states := blocks.states:
         status.states, status.checkpoints = states.num_slots, states.num_checkpoints
     if windows := blocks.windows:

@@ -1,7 +1,7 @@
 """Compilation of grammars to token masks over one model's vocabulary. The only user of llguidance.
 
-llguidance's limits bound the cost of a hostile grammar, and exceeding them fails only that grammar. Compiled grammars
-are not shared between requests: copies of a matcher share its lexer states, and with them those limits.
+llguidance's limits bound the cost of a hostile grammar, and exceeding them fails only that grammar. Requests do not
+share a compiled grammar: copies of a matcher share its lexer states and therefore its limits.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 _END = "<the grammar may end here>"
 _MAX_ERROR = 300  # characters
-_OPTION = "Enable 'coerce_one_of' option to approximate oneOf with anyOf"  # llguidance's, which no client can set
+_OPTION = "Enable 'coerce_one_of' option to approximate oneOf with anyOf"  # llguidance's own; clients lack the option
 _MAX_COMPILE_S = 0.5  # thread time; the limits below reject grammars that would take much longer
 _QUICK_S = 0.02
 _LIMITS = LLParserLimits(
@@ -41,7 +41,7 @@ _LIMITS = LLParserLimits(
     step_max_items=20_000,
     max_items_in_row=10_000,  # a schema of 1,000 optional properties needs 4,007
     max_lexer_states=10_000,  # about 10 MB
-    max_grammar_size=20_000,  # symbols; that schema takes 0.2 s
+    max_grammar_size=20_000,  # symbols; such a schema takes 0.2 s
     verbose_errors=False,
 )
 _OF_PATTERN = re.compile(r"regex parse error|^pattern: ")  # problems of regular expressions in schemas
@@ -52,14 +52,14 @@ class GrammarCompiler:
     """Compiler for one tokenizer. Thread-safe. Its construction holds the GIL: 0.3 s for 49,152 tokens."""
 
     def __init__(self, model_dir: Path, *, vocab_size: int) -> None:
-        """vocab_size: of the logits. With an unsupported tokenizer the model is served without grammars."""
+        """vocab_size: width of the logits. If the tokenizer is unsupported, the model is served without grammars."""
         self._tokenizer, self.special_tokens = _open_tokenizer(model_dir, vocab_size)
         if self._tokenizer is not None:
             of_tokenizer = self._tokenizer.vocab_size
             self._tokens = bits_of(range(vocab_size), of_tokenizer) & ~bits_of(self._tokenizer.eos_tokens, of_tokenizer)
 
     def compile(self, grammar: Grammar, *, param: str = "grammar") -> CompiledGrammar:
-        """Compile for one request, mostly within milliseconds and without the GIL. Raises RequestError for `param`."""
+        """Compile a grammar, mostly within milliseconds and without the GIL. Raises RequestError that names `param`."""
         tokenizer = self._understood(param)
         grammar.check(param)
         begin = time.thread_time()
@@ -78,9 +78,8 @@ class GrammarCompiler:
     def bounded(
         self, budget: ThinkingBudget, grammar: GrammarMask | None = None, *, param: str = "thinking"
     ) -> ThinkingMask:
-        """Return the mask of a request's first choice with a thinking budget, around the mask of its grammar.
-
-        Raises RequestError for `param`.
+        """Return a mask that enforces the thinking budget and, if given, `grammar`. Raises RequestError that names
+        `param`.
         """
         tokenizer = self._understood(param)
         markers = (budget.opening.encode(), budget.closing.encode())
@@ -119,10 +118,10 @@ class CompiledGrammar:
 
 
 def _open_tokenizer(model_dir: Path, vocab_size: int) -> tuple[LLTokenizer | None, dict[str, int]]:
-    """Open the tokenizer with one extra token, the end of an answer: by default llguidance may use token 0.
+    """Open the tokenizer with an extra token that ends an answer; by default llguidance may use token 0 as the end.
 
-    Also returns the special tokens by text, which only `<[id]>` matches: llguidance treats every added token in angle
-    brackets as one.
+    Also returns the special tokens by text; a grammar matches them only as `<[id]>`. llguidance treats every added
+    token in angle brackets as special.
     """
     try:
         tokenizer = open_tokenizer(model_dir)
@@ -142,7 +141,7 @@ def _open_tokenizer(model_dir: Path, vocab_size: int) -> tuple[LLTokenizer | Non
 def _matched(
     tokenizer: LLTokenizer, grammar: Grammar, *, keeps_patterns: bool = True
 ) -> tuple[LLMatcher | None, Callable[[], LLMatcher] | None, str]:
-    """Return a matcher, the function that builds it again, and the grammar's problem; empty if it has none.
+    """Return a matcher, a function that rebuilds it, and the grammar's problem, which is empty if there is none.
 
     keeps_patterns: as in `_source`.
     """
@@ -156,8 +155,8 @@ def _matched(
 
 
 def _source(grammar: Grammar, *, keeps_patterns: bool) -> str:
-    """Return the grammar in llguidance's form. keeps_patterns: False: without the regular expressions of lenient
-    schemas, one of which cannot be read. Raises ValueError."""
+    """Return the grammar in llguidance's form. keeps_patterns: False drops the regular expressions of lenient schemas,
+    because one is invalid. Raises ValueError."""
     match grammar.kind:
         case GrammarKind.REGEX:
             return LLMatcher.grammar_from_regex(grammar.text)
@@ -173,7 +172,7 @@ def _source(grammar: Grammar, *, keeps_patterns: bool) -> str:
 
 
 def _exact_rule(rule: re.Match[str], *, keeps_patterns: bool) -> str:
-    """Rewrite a Lark rule that is a schema. A rule that is no JSON object stays, for llguidance to report."""
+    """Rewrite a Lark rule that is a schema. Keeps any other rule; llguidance reports its errors."""
     try:
         options = json.loads(rule[2]).get("x-guidance", {})
     except (ValueError, AttributeError, RecursionError):
@@ -182,9 +181,9 @@ def _exact_rule(rule: re.Match[str], *, keeps_patterns: bool) -> str:
 
 
 def _exact_text(text: str, options: dict[str, Any], *, keeps_patterns: bool) -> str:
-    """Rewrite a schema with `options`, which override the schema's own: those could undo this rewrite.
+    """Rewrite a schema. `options` replace the schema's own options, which could undo this rewrite.
 
-    Instances are formatted as by json.dumps: optional blanks could repeat without end. Raises ValueError.
+    Instances are formatted as by json.dumps, because optional blanks could repeat without end. Raises ValueError.
     """
     is_lenient = options.get("lenient") is True
     try:

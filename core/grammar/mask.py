@@ -1,4 +1,4 @@
-"""Token masks of one sequence: from a compiled grammar, and with a limit of its thinking."""
+"""Token masks of one sequence: one enforces a compiled grammar, one a thinking budget."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class GrammarMask:
     matcher: LLMatcher
     tokens: NDArray[np.uint32]  # bitmask of the model's tokens, without the matcher's end token
     ends: NDArray[np.uint32]  # bitmask of the tokens that may end the sequence where the grammar may end
-    # Return a fresh matcher when this one is full; None if that is slow.
+    # Returns a new matcher when this one is full; None if compiling one is slow.
     rebuild: Callable[[], LLMatcher] | None = None
     failure: str = ""
     num_taken: int = 0  # tokens consumed by the matcher
@@ -46,7 +46,7 @@ class GrammarMask:
         return words if not self.failure else words * 0
 
     def only(self, tokens: Sequence[int], start: int) -> int | None:
-        """Return the next token if the grammar forces one. Faster than `allowed`: such a mask takes 5 us."""
+        """Return the next token if the grammar forces one. Faster than `allowed`: about 5 us."""
         begin = time.thread_time()
         found = self._only(tokens, start)
         is_borne = self.cost.is_borne(time.thread_time() - begin, num_masks=int(found is not None))
@@ -74,7 +74,7 @@ class GrammarMask:
         return words
 
     def _only(self, tokens: Sequence[int], start: int) -> int | None:
-        """Return the forced token. Forced bytes may have several tokenizations, so the mask must have one bit."""
+        """Return the forced token. Forced bytes may have several tokenizations, so the mask must have a single bit."""
         if not self.failure:
             self.take(tokens, start)
         is_forced = not self.failure and (self.matcher.compute_ff_tokens() or self.matcher.is_stopped())
@@ -110,14 +110,14 @@ class _Cost:
     num_masks: int = 0
 
     def is_borne(self, more_s: float, num_masks: int = 1) -> bool:
-        """Add a cost; return whether the total is acceptable to the other rows of its steps."""
+        """Add a cost. Returns False if the total delays the other rows of its steps too much."""
         self.spent_s += more_s
         self.num_masks += num_masks
         return self.spent_s < _FREE_S + _S_PER_MASK * self.num_masks
 
 
 def bits_of(token_ids: Iterable[int], vocab_size: int) -> NDArray[np.uint32]:
-    """Return a bitmask of the vocabulary, 32 tokens per word, lowest bit first; ids outside are ignored."""
+    """Return a bitmask of the vocabulary, 32 tokens per word, lowest bit first; other ids are ignored."""
     words = np.zeros((vocab_size + 31) // 32, dtype=np.uint32)
     for token_id in token_ids:
         if 0 <= token_id < vocab_size:
@@ -130,9 +130,9 @@ class ThinkingMask:
     """Implementation of engine.sampling.params.TokenMask for one append-only sequence, around the mask of its grammar.
     Owned by its step thread.
 
-    Parses the thinking as frontend.parsers.thinking does on text: it starts after the token that completes the opening
-    marker and ends with the one that completes the closing marker. The state is a function of the tokens so far, so a
-    migrated or retried sequence continues alike.
+    Finds the thinking as frontend.parsers.thinking does in text: it starts after the token that completes the opening
+    marker and ends with the token that completes the closing marker. The state depends only on the tokens so far, so a
+    migrated or retried sequence continues unchanged.
     """
 
     budget: ThinkingBudget
@@ -153,14 +153,14 @@ class ThinkingMask:
         return self.grammar.failure if self.grammar else ""
 
     def may_forbid(self, tokens: Sequence[int], start: int, num_in_flight: int) -> bool:
-        """Return whether a mask is needed. Without a grammar, only near the end of the thinking; other steps may be
-        scheduled asynchronously."""
+        """Return whether a mask is needed. Without a grammar, only steps near the end of the thinking need one; all
+        others may be scheduled asynchronously."""
         if self.grammar is not None:
             return True
         self.take(tokens, start)
         if self._is_over:
             return False
-        # The earliest token at which one is forced.
+        # The earliest position at which the thinking may begin.
         begin = self._num_seen + 1 if self._begin is None else self._begin
         return self._num_seen + num_in_flight >= begin + self.budget.num_tokens
 
@@ -193,7 +193,7 @@ class ThinkingMask:
         self._num_seen = num_tokens
 
     def fork(self) -> ThinkingMask:
-        """Return a copy. It starts over and reads the tokens again; at a fork there are hardly any."""
+        """Return a copy that reads all generated tokens again; at a fork there are hardly any."""
         return replace(self, grammar=self.grammar.fork() if self.grammar else None)
 
     def _forced(self, tokens: Sequence[int], start: int) -> int | None:

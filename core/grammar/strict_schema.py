@@ -1,6 +1,6 @@
 """Rewriting of JSON schemas so that llguidance enforces them completely: loose keywords become equivalent strict ones.
 
-Found with the specification's own tests (json-schema-org/JSON-Schema-Test-Suite) and with random schemas.
+The specification's own tests (json-schema-org/JSON-Schema-Test-Suite) and random schemas showed the need for each.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from urllib.parse import quote
 
 from core.types.json_schema import LITERAL, changed, target
 
-# Each character has exactly one spelling: two spellings of a key would be two keys to the masks. Other control
-# characters than these five have none and cannot be written.
+# Each character has exactly one spelling, because the masks would take two spellings of a key for two keys. Control
+# characters other than these five have no spelling and cannot be written.
 ESCAPES = 'nrbtf\\"'
 _UNWRITTEN = re.compile(r"(?<!\\)(?:\\\\)*\\u00(?:[01]|7f)")  # in the output of json.dumps
 _MAX_STEP = 16_384  # limit of `multipleOf` as in _step: compiles in 0.1 s; a million takes 7 s
@@ -40,14 +40,14 @@ _FORMATS = {
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 # Not allowed in the fragment of a URI. Generators write the names of types as they are, such as #/$defs/Page[int].
 _NO_FRAGMENT = re.compile(r"%(?![0-9A-Fa-f]{2})|[^A-Za-z0-9\-._~!$&'()*+,;=:@/?%]")
-_NESTED = ("null", "array", "object")  # the two kinds of values that may not end; null stands for all others
+_NESTED = ("null", "array", "object")  # arrays and objects may be infinite; null stands for all other kinds
 
 
 def exact(schema: Any, *, is_lenient: bool, keeps_patterns: bool = True) -> Any:
     """Rewrite a schema. A keyword with the value null counts as omitted.
 
-    keeps_patterns: False: drop regular expressions. Raises RecursionError, and ValueError if the schema cannot be
-    enforced, unless `is_lenient`.
+    keeps_patterns: False drops regular expressions. Raises RecursionError, and unless `is_lenient`, ValueError if the
+    schema cannot be enforced.
     """
     found = _parts(schema)
     is_slow, near = _is_slow(found), _near(found)
@@ -90,7 +90,7 @@ def _well_formed(key: str, value: Any) -> Any:
 
 
 def has_unwritten(value: Any) -> bool:
-    """Return whether a text in the JSON value has a character that cannot be written with ESCAPES."""
+    """Return whether a string in the JSON value has a character that cannot be written with ESCAPES."""
     return bool(_UNWRITTEN.search(json.dumps(value)))
 
 
@@ -106,15 +106,15 @@ def _parts(schema: Any) -> list[Mapping[str, Any]]:
 
 
 def _near(found: Iterable[Mapping[str, Any]]) -> set[int]:
-    """Return the whole numbers less than 1 away from a fractional bound that is farther from 0. llguidance allows them
-    even if another bound, in the same or in another part, excludes them."""
+    """Return the whole number next to each fractional bound, on the side of 0. llguidance allows these numbers even if
+    another bound, in the same or in another part, excludes them."""
     bounds = (keywords[key] for keywords in found for key in _BOUNDS if key in keywords)
     between = [value for value in bounds if isinstance(value, float) and not (math.isinf(value) or value.is_integer())]
     return {around(value) for value in between if value == value for around in (math.floor, math.ceil)}
 
 
 def _is_slow(found: Iterable[Mapping[str, Any]]) -> bool:
-    """Return whether `multipleOf` needs too many remainders. If several may apply to one number, their least common
+    """Return whether `multipleOf` needs too many remainders. Where several may apply to one number, their least common
     multiple counts."""
     steps = {step for keywords in found for step in _step(keywords.get("multipleOf"))}
     is_rendezvous = any(_RENDEZVOUS & keywords.keys() for keywords in found)
@@ -122,7 +122,7 @@ def _is_slow(found: Iterable[Mapping[str, Any]]) -> bool:
 
 
 def _step(value: Any) -> Iterator[int]:
-    """Return the digits without factors of 2 and 5, which the last digits of a decimal decide alone."""
+    """Yield the digits as an integer without its factors of 2 and 5, which need only the last digits of a number."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
         return  # the compiler reports the error
     step = int("".join(map(str, Decimal(str(value)).as_tuple().digits)))
@@ -167,7 +167,7 @@ def _in_rust(pattern: str) -> str:
 
 
 def is_endless(schema: Any) -> bool:
-    """Return whether no instance ends, because a part requires itself: an answer would continue until its length limit.
+    """Return whether a part requires itself, so that every instance is infinite and runs to the length limit.
 
     Unknown keywords count as finite. Takes time linear in the schema.
     """
@@ -236,7 +236,7 @@ class _Needs:
         return number
 
     def _any(self, some: Sequence[int]) -> int:
-        """Return a node that needs one of `some`, if there are any."""
+        """Return a node that needs one of `some`, or nothing if `some` is empty."""
         number = self._new()
         self._num_lacking[number] = min(1, len(some))
         for one in some:

@@ -1,4 +1,4 @@
-"""Certificate authority of a deployment: its own, or an intermediate one that the operator provides; and key pairs."""
+"""Key pairs, and the certificate authority of a deployment: generated, or an intermediate one from the operator."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Authority:
         key = ec.generate_private_key(ec.SECP256R1())
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"xpyd {deployment}")])
         now = _now()
-        begin, end = now - _OWN_LIFE, now + _OWN_LIFE  # from the past: clocks may be set back after this
+        begin, end = now - _OWN_LIFE, now + _OWN_LIFE  # starts in the past, in case clocks are set back later
         builder = _builder(name, issuer=name, key=key.public_key(), begin=begin, end=end, signs=True)
         identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
         root = builder.add_extension(identifier, critical=False).sign(key, hashes.SHA256())
@@ -140,7 +140,7 @@ def _builder(
     end: datetime.datetime,
     signs: bool,
 ) -> x509.CertificateBuilder:
-    """Return a certificate without its signature. key: of the subject. signs: it is an authority's."""
+    """Return an unsigned certificate. key: public key of the subject. signs: whether the subject is an authority."""
     unused = ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement", "encipher_only")
     usage = {"digital_signature": not signs, "key_cert_sign": signs, "crl_sign": signs, "decipher_only": False}
     return (

@@ -55,8 +55,8 @@ class Identity:
 class Renewal:
     """Thread that renews one identity until `stop`.
 
-    `obtain` requests a certificate for a new key. Its errors are logged and retried after `retry_s`. A certificate
-    holds in wall-clock time, so a clock that is set, or a host that slept, makes a renewal due within `retry_s`.
+    `obtain` requests a certificate for a new key. Its errors are logged and retried after `retry_s`. Certificates
+    expire by the wall clock: after a clock change or a host's sleep, a renewal that is due starts within `retry_s`.
     """
 
     def __init__(self, identity: Identity, obtain: Callable[[], TlsCredentials], *, retry_s: float = _RETRY_S) -> None:

@@ -1,5 +1,5 @@
-"""Secrets shared by the processes of one deployment, and their use: HMAC-SHA256 signatures, which detect changes by
-writers without the key, and keyed hashes of strings."""
+"""Secrets shared by the processes of one deployment, HMAC-SHA256 signatures that detect changes by writers without the
+key, and keyed hashes of strings."""
 
 from __future__ import annotations
 

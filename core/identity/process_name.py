@@ -43,7 +43,7 @@ class ProcessName:
 
     @property
     def host(self) -> str:
-        """Host name form of the name, which TLS compares. It does not resolve in DNS."""
+        """Host name that stands for this process in TLS checks. It does not resolve in DNS."""
         return f"{self.member}.{self.group}.{self.deployment}.xpyd"
 
     @property

@@ -1,6 +1,6 @@
 """Allowed callers of each RPC between the processes of a deployment. An RPC without a rule is rejected.
 
-Keys of the rendezvous store name those who may write them:
+A key of the rendezvous store names the processes that may write it:
 
 gang/...                             among the ranks of one replica
 SENDER>RECEIVER#EPOCH/UNIQUE/...     of one link: the sending rank's name, the receiving rank's number
@@ -34,7 +34,7 @@ class RpcRule:
     is_true: Callable[[Any, ProcessName, ProcessName], bool] = lambda message, caller, callee: True
 
     def rejection(self, caller: ProcessName | None, callee: ProcessName) -> str | None:
-        """Return why `caller` may not call this RPC, whatever its message; None: it may. caller None: unidentified."""
+        """Return why `caller` may not call this RPC with any message; None: it may. caller: None if unidentified."""
         if (found := relation(caller, callee)) in self.callers:
             return None
         allowed = " or ".join(sorted(self.callers))
@@ -93,7 +93,7 @@ def _as_rank(message: Any, caller: ProcessName, callee: ProcessName) -> bool:
 
 
 def _as_party(message: Any, caller: ProcessName, callee: ProcessName) -> bool:
-    """Check that the key belongs to the gang of both, or to a link that the caller opened."""
+    """Check that the key belongs to the gang of caller and callee, or to a link that the caller opened."""
     if caller.replica == callee.replica:
         return is_of_gang(message.key)
     return is_of_link(message.key, sender=caller, receiver=callee.rank)

@@ -16,7 +16,7 @@ _RETRY_S = 0.5
 
 
 class EmbeddedIndex:
-    """Detached actor that Ray restarts (max_restarts=-1). The server is a child process of its event loop's thread."""
+    """Detached actor that Ray restarts (max_restarts=-1). The thread of its event loop owns the server."""
 
     async def __init__(self, address: RedisAddress, log_dir: str) -> None:  # type: ignore[misc]  # Ray awaits it
         self._server = RedisServer(address, log=Path(log_dir) / "index.log")
@@ -32,7 +32,7 @@ class EmbeddedIndex:
         while True:
             try:
                 self._server.start()  # blocks this loop for about 0.1 s; the loop has no other work
-            except (DeployError, OSError) as error:  # such as no memory or no file descriptors, possibly temporary
+            except (DeployError, OSError) as error:  # possibly temporary, such as too little memory
                 if last_error != (last_error := str(error)):
                     logger.error("failed to start the embedded Redis: %s", error)
                 if not self._first_start.done():

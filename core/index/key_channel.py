@@ -6,7 +6,7 @@
     <name>:key:<id>:running     its running requests
 
 None of these keys has a TTL, so a server that evicts volatile keys only (volatile-lru, as in the embedded one) keeps
-them. The controller publishes again after Redis lost its data. Raises redis.RedisError if Redis is unreachable.
+them. The controller publishes again if Redis loses its data. Calls raise redis.RedisError while Redis is unreachable.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class KeyReader:
     async def read(self) -> KeyRegistry | None:
         """Return the registry if it is newer than the last one read, else None.
 
-        A rejected registry is read again each time: a valid one may follow under the same signature.
+        A rejected registry is checked again on each call, because a valid one may follow under the same signature.
         """
         if self._sign and await self._redis.hget(_place(self._name), "seal") == self._sign:
             return None

@@ -122,7 +122,7 @@ class Member(AnnouncedPool):
 
 
 def signed_record(member: Member, key: bytes) -> bytes:
-    """Return the record by which routers accept the member. key: 32-byte signing key of the deployment."""
+    """Return the signed record that routers accept. key: 32-byte signing key of the deployment."""
     return signed(member.to_json().encode(), key)
 
 
@@ -144,7 +144,7 @@ class Membership:
         key: bytes,
         count_rejected: Callable[[RejectionReason], object] = lambda why: None,
     ) -> None:
-        """key: 32-byte signing key of this deployment. count_rejected: called once per name with an invalid record."""
+        """key: 32-byte signing key of its records. count_rejected: called once per replica with an invalid record."""
         self._count_rejected = count_rejected
         self._key = key
         self._records = LeasedRecords(redis, names=_set_of(name), record=_record_of(name), lease_s=LEASE_S)
@@ -164,7 +164,7 @@ class Membership:
         return [member for replica, record in records.items() if (member := self._read(replica, record))]
 
     def opened(self, records: Iterable[bytes]) -> list[Member]:
-        """Return the members of the valid records. `members` logs invalid ones, if Redis has them too."""
+        """Return the members of the valid records. Ignores invalid ones; `members` logs those that are in Redis."""
         members = []
         for record in records:
             with suppress(ValueError):

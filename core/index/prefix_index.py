@@ -27,9 +27,9 @@ class PrefixIndex:
     """Map from block hash to the replicas that hold it. Matching costs one dictionary look-up per block, fewer for long
     prefixes.
 
-    Each replica has three bits: block on the device; on the device or in host memory; in any tier. Dropping a replica
-    clears its bits at once without a walk over its blocks. Entries without a live holder are swept when dead bits
-    outnumber the live ones.
+    Each replica has three bits per block: it is on the device; on the device or in host memory; in any tier. Dropping a
+    replica clears its bits at once without a walk over its blocks. Entries without a live holder are swept when dead
+    bits outnumber the live ones.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class PrefixIndex:
         self._next_shift = 0
         self._alive = 0
         self._masks: dict[int, int] = {}  # interned masks
-        # Blocks that a replica is about to compute, with the bits that are true until then.
+        # Blocks that a replica is about to compute, with their bits from before `expect`.
         self._expected: dict[str, dict[bytes, int]] = {}
 
     def __len__(self) -> int:
@@ -106,10 +106,10 @@ class PrefixIndex:
     ) -> dict[str, Depths]:
         """Return how deep each replica can continue the prefix, for models with recurrent layers or freed windows.
 
-        A replica that needs n checkpoints continues behind a block if the last n blocks up to it have one, or all if
-        there are fewer. Returns the last such block of each tier; see CacheShape.num_checkpoints. checkpoints:
-        `checkpoint_hash` of each block. among: n of each replica that reports checkpoints. Replicas of an older version
-        report none, and all of their blocks count.
+        A replica that needs n checkpoints (CacheShape.num_checkpoints) can continue after a block if each of the last n
+        blocks up to it has a checkpoint, or every block if there are fewer. Returns the last such block of each tier.
+        checkpoints: `checkpoint_hash` of each block. among: n of each replica that reports checkpoints. Replicas of an
+        older version report none, so all of their blocks count.
         """
         depths = self.depths(hashes)
         held = {replica: depths[replica] for replica in depths.keys() & among.keys()}
@@ -135,7 +135,7 @@ class PrefixIndex:
         return {replica: one for replica in depths if any(one := continued.get(replica, depths[replica]))}
 
     def _walk(self, hashes: Sequence[bytes], walking: int) -> list[tuple[int, int]]:
-        """Check every block. Returns pairs (mask of the bits that end here, leading blocks they hold)."""
+        """Check every block. Returns pairs (mask of bits, number of leading blocks that all of them hold)."""
         depths: list[tuple[int, int]] = []
         for depth, prefix_hash in enumerate(hashes):
             holding = self._holders.get(prefix_hash, 0) & walking

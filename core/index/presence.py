@@ -19,7 +19,7 @@ _FLUSH_S = 0.02  # window in which changes are batched into one event
 class Presence:
     """Task that renews the lease and publishes block events. Serving continues while Redis is unreachable.
 
-    `snapshot` returns the blocks that the replica holds; called at the start, and whenever events may have been lost.
+    `snapshot` returns the blocks that the replica holds. It is called at the start and when events may have been lost.
     """
 
     def __init__(

@@ -30,9 +30,9 @@ _WRONG_TYPE = "WRONGTYPE"
 def connect_redis(url: str, *, within_s: float = _REDIS_TIMEOUT_S) -> Redis:
     """Return a client that connects on first use, resolves the name for each connection, and never retries.
 
-    within_s: limit for an answer, and for a free connection if all are in use: many concurrent calls are not an outage.
-    There are no retries, so that the caller notices an outage, after which Redis may be empty. An error response closes
-    the connection: the server may be a primary that became a replica (READONLY, MASTERDOWN) or lost its replicas
+    within_s: limit for a response, and for a free connection when many concurrent calls use them all. There are no
+    retries, so that the caller notices an outage, after which Redis may be empty. An error response closes the
+    connection: the server may be a primary that became a replica (READONLY, MASTERDOWN) or lost its replicas
     (NOREPLICAS), and the next call resolves the name again.
     """
     pool = _Pool.from_url(
@@ -48,7 +48,7 @@ def connect_redis(url: str, *, within_s: float = _REDIS_TIMEOUT_S) -> Redis:
 
 
 class _Pool(BlockingConnectionPool):
-    """Pool that makes connections older than _MAX_AGE_S again before their next use."""
+    """Pool that replaces connections older than _MAX_AGE_S before their next use."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -99,7 +99,7 @@ class LeasedRecords:
         self._lease_s = lease_s
 
     async def renew(self, name: str, record: bytes) -> bool:
-        """Write a record for another lease. Returns False if Redis had none: it may have lost all its data."""
+        """Write a record with a new lease. Returns False if there was none before: Redis may have lost all its data."""
         place = self._record + name
         async with (
             repaired(self._redis, {place: "string", self._names: "set"}),
@@ -118,7 +118,7 @@ class LeasedRecords:
             await pipeline.execute()
 
     async def read(self, *, most: int | None = None) -> dict[str, bytes]:
-        """Return the records with a lease by name, sorted; of the first `most` names. Removes expired names."""
+        """Return the unexpired records by name, sorted; only those of the first `most` names. Removes expired names."""
         names = sorted(_text(name) for name in await self._redis.smembers(self._names))[:most]
         if not names:
             return {}
@@ -138,7 +138,7 @@ def _text(value: str | bytes) -> str:
 
 def is_about_one_key(error: RedisError) -> bool:
     """Return whether the error concerns the keys of this call, while Redis itself works."""
-    # redis-py drops the code ERR of scripts; the codes of a server that refuses, such as MISCONF, stay.
+    # redis-py drops the code ERR of scripts, but keeps the codes of a server that refuses, such as MISCONF.
     return type(error) is ResponseError and (_WRONG_TYPE in str(error) or not str(error).split(" ")[0].isupper())
 
 
@@ -152,7 +152,7 @@ def reason_of(error: RedisError) -> str:
 
 
 class RedisReach:
-    """Reachability of Redis for one client, from the outcome of its last calls.
+    """Reachability of Redis for one client, derived from its last calls.
 
     Logs the first failure, each change of the reason, and the recovery, at a bounded rate.
     """

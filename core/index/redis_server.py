@@ -1,6 +1,6 @@
 """Redis-compatible server for the prefix index, on one address of this machine, that dies with its owner.
 
-Run as a module it is the launcher: it asks the kernel to be killed with its parent and then execs the server.
+Run with -m, this module is the launcher: it asks the kernel to kill it with its parent, then execs the server.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class RedisAddress:
 
 
 class RedisServer:
-    """Server process, owned by one thread: it dies when the thread that called start() ends, not only its process."""
+    """Server process of one thread. It dies with the thread that called start(), even before the process of that
+    thread."""
 
     def __init__(self, address: RedisAddress, *, log: Path) -> None:
         self._address = address

@@ -3,7 +3,7 @@
     <name>:revisions            signature and table (JSON)
     <name>:revisions:counts     hash: router -> signature and counts (JSON), of one update
 
-Raises redis.RedisError if Redis is unreachable. Lost records are written again; unsigned ones are ignored.
+All methods raise redis.RedisError if Redis is unreachable. Lost records are written again; unsigned ones are ignored.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ class RevisionChannel:
         self._rejected: object = None  # the last rejected value, logged once
 
     async def publish(self, table: RevisionTable) -> None:
-        """Write the table to Redis."""
         await self._redis.set(self._table, signed(table.to_json().encode(), self._key, b"table"))
 
     async def read(self) -> RevisionTable | None:

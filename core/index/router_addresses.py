@@ -68,7 +68,7 @@ class RouterAddresses:
         await self._records.renew(self._router, signed(text, self._key))
 
     async def _read(self) -> dict[str, str]:
-        """Return the live routers. Ignores records that no process of this deployment has signed."""
+        """Return the addresses of the live routers. Ignores records that this deployment has not signed."""
         known = await self._records.read(most=_MAX_ROUTERS)
         return {name: address for name, record in known.items() if (address := self._opened(name, record))}
 

@@ -4,7 +4,7 @@
     <name>:blocks:<replica>:<tier>   set of the hashes that a replica holds there, for routers that missed events
 
 Both are written in one pipeline, with hashes packed to 16 bytes each, up to 512 per event. Replica ids are never
-reused: a dead replica's sets expire, or are deleted by the first router that sees it gone.
+reused: a dead replica's sets expire, or the first router that misses the replica deletes them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _EVENT_BLOCKS = 512  # hashes per event, 8 KiB at most
 _RESET_BLOCKS = 4096  # hashes per command without an event
 _SCAN_BLOCKS = 2048  # hashes that Redis scans per call
 _SET_TTL_S = 60
-_NO_STREAM = "no such key"  # the server's words
+_NO_STREAM = "no such key"  # from the server's error message
 _FIELDS: dict[Tier | None, str] = {None: "removed", **{tier: tier.name.lower() for tier in Tier}}  # fields of an event
 
 
@@ -144,7 +144,7 @@ class IndexReader:
         return stream["entries-added"], stream["entries-added"] - stream["length"], stream["last-generated-id"]
 
     async def load(self, replicas: Iterable[str]) -> None:
-        """Read all blocks of these replicas: for those older than this reader, or restarted.
+        """Read all blocks of these replicas. Needed if one is older than this reader or has restarted.
 
         Other Redis clients are served in between. Changes during the load arrive as events afterwards.
         """

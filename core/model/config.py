@@ -24,8 +24,8 @@ _BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES}
 _BY_MODEL_TYPE = {name: family for family in FAMILIES for name in family.model_types}
 SUPPORTED_ARCHITECTURES = tuple(_BY_ARCHITECTURE)
 
-# Keys beside `text_config` that apply to the language model, too.
-# Early files of compressed-tensors call the quantization settings compression_config.
+# Keys outside `text_config` that also apply to the language model. Early files of compressed-tensors call the
+# quantization settings compression_config.
 _BESIDE_TEXT = ("tie_word_embeddings", "quantization_config", "compression_config", "eos_token_id")
 
 # Settings that change the results of the families that read them, in transformers and in published code. Other families
@@ -113,7 +113,7 @@ def quantization_config(path: Path) -> dict[str, Any]:
 
 
 def fingerprint(path: Path, *, max_context: int | None = None) -> str:
-    """Return an identity of the weights: equal on every machine with the same files, and fast for any size.
+    """Return an identity of the weights, which is equal on every machine with the same files. Fast for any size.
 
     Hashes the settings, the index, and the size and byte samples of each weight file. max_context: see `load`; a
     lengthened model has another identity, because its keys differ.

@@ -136,8 +136,8 @@ def _to_config(params: Mapping[str, Any]) -> dict[str, Any]:
 def stored_tensors(*, is_latent: bool) -> tuple[Stored, ...]:
     """Return the rules for Mistral's names of tensors. is_latent: whether attention is over latents.
 
-    Mistral rotates adjacent features. Query and key heads are reordered to halves, where the families expect those;
-    over latents they expect adjacent features.
+    Mistral rotates adjacent features. The families expect halves, so query and key heads are reordered; over latents
+    they expect adjacent features.
     """
     rotary: dict[str, Any] = {} if is_latent else {"split": "rotary"}
     attention = {"wv": "v_proj", "wo": "o_proj", "wq_a": "q_a_proj", "wq_b": "q_b_proj"}
@@ -180,8 +180,8 @@ def _renamed(settings: Settings, required: Mapping[str, str], optional: Mapping[
 def _rope(settings: Settings, *, is_latent: bool, scales: bool) -> dict[str, Any]:
     """Return rope_parameters. scales: whether the family has query scaling.
 
-    `apply_scale: false` leaves rotated features and scores as they are, as in vLLM. Otherwise yarn's factor of the
-    attention applies: to rotated features, or over latents to all scores.
+    `apply_scale: false` leaves rotated features and scores as they are, as in vLLM. Otherwise yarn's attention factor
+    applies to the rotated features or, over latents, to all scores.
     """
     if "rope_theta" not in settings:
         raise SpecError("rope_theta is missing")
@@ -213,7 +213,7 @@ def _rope(settings: Settings, *, is_latent: bool, scales: bool) -> dict[str, Any
 
 
 def _window(settings: Settings, max_position: Any) -> int | None:
-    """Return the one sliding window of all layers. A list has one per layer; one as long as the context has no effect.
+    """Return the sliding window that all layers share. In a list, one as long as the context counts as none.
 
     Raises SpecError for layers of different kinds.
     """
@@ -222,7 +222,7 @@ def _window(settings: Settings, max_position: Any) -> int | None:
             continue
         found = settings.get(key)
         listed = found if isinstance(found, list) else [found]
-        # Some files have a string.
+        # Some files write numbers as strings.
         each = [int(one) if isinstance(one, str) and _DIGITS.fullmatch(one) else one for one in listed]
         windows = {None if one is None else Settings({key: one}).count(key) for one in each}
         if isinstance(found, list) and type(max_position) is int and "yarn" not in settings:

@@ -20,7 +20,7 @@ from core.types.errors import SpecError
 
 HeadsKind = Literal["medusa", "eagle", "mtp"]
 
-# Number of full steps whose features are kept for the positions where sequences may continue.
+# Features are kept for this many steps of max_running rows, for the positions where sequences may continue.
 STEPS_KEPT = 4
 _FURTHER = "num_nextn_predict_layers"
 _WITH_FURTHER_LAYERS = (
@@ -61,7 +61,7 @@ class HeadsConfig:
     layers: tuple[int, ...]  # hidden states it reads: those after this many layers of the model
     num_kv_layers: int = 0  # its own layers in the KV pool, after the model's
     keeps_features: bool = False  # whether each KV block has a feature of its last position
-    num_heads: int = 0  # medusa: head i predicts token i + 1 after the next
+    num_heads: int = 0  # medusa: head i predicts the token i + 1 positions after the next
     num_residuals: int = 0  # medusa: residual blocks before each head's projection
     shape: ModelConfig | None = None  # eagle, mtp: shape of its layer
     draft_vocab_size: int = 0  # EAGLE-3: size of its own vocabulary
@@ -87,8 +87,8 @@ class HeadsConfig:
         return model.hidden_size * itemsize if self.keeps_features else 0
 
     def bytes_beside_blocks(self, model: ModelConfig, *, itemsize: int, max_running: int, spare_bytes: int) -> int:
-        """Return the memory per rank beside the pool: features for max_running rows, and one spare block per row for
-        the heads' own layers. spare_bytes: bytes of one block of these layers."""
+        """Return the memory per rank in addition to the pool: features for max_running rows, and one spare block per
+        row for the heads' own layers. spare_bytes: bytes of one block of these layers."""
         return max_running * (STEPS_KEPT * model.hidden_size * itemsize + spare_bytes)
 
 

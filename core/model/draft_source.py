@@ -35,7 +35,7 @@ class DraftSource:
 
 
 def draft_source(spec: Spec, *, progress: Progress | None = None) -> DraftSource | None:
-    """Resolve the draft model or heads of `speculation`; None for none. May download. Raises SpecError."""
+    """Resolve the draft model or heads of `speculation`; None if it needs none. May download. Raises SpecError."""
     method, source = spec.speculation.method, spec.speculation.model
     if method == "mtp" or (method == "auto" and source == spec.model.source):
         own = model_source.resolve(spec.model.source, progress=progress)
@@ -58,7 +58,7 @@ def draft_source(spec: Spec, *, progress: Progress | None = None) -> DraftSource
 
 
 def heads_source(spec: Spec) -> DraftSource | None:
-    """Resolve the heads that every replica loads with its model; None for none. May download. Raises SpecError.
+    """Resolve the heads that every replica loads with its model; None if none. May download. Raises SpecError.
 
     A draft model is left out: prefill replicas do not need it on their hosts.
     """

@@ -1,6 +1,6 @@
 """Architectures of GGUF files: their metadata as a Hugging Face config, and Hugging Face's names of their tensors.
 
-Both invert llama.cpp's converter (conversion/*.py). Settings left out of a file are as in src/models/*.cpp.
+Both invert llama.cpp's converter (conversion/*.py). A setting that a file omits has the default of src/models/*.cpp.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 class GGUFMetadata:
     """Metadata of one architecture, checked as it is read.
 
-    names: tensors of the file. vectors: values of its tensors of rotary divisors.
+    names: tensors of the file. vectors: values of the tensors that hold rotary divisors.
     """
 
     def __init__(
@@ -91,11 +91,11 @@ class GGUFMetadata:
 
 @dataclass(frozen=True, kw_only=True)
 class GGUFArchitecture:
-    """Architecture of GGUF files. family: that of config.json. settings: returns those that differ from `_common`."""
+    """Architecture of GGUF files. family: that of config.json. settings: returns those that differ from `_common`'s."""
 
     family: str
     settings: Callable[[GGUFMetadata, Config], Config] = lambda metadata, config: {}
-    # Names that differ from `_IN_LAYER`.
+    # Tensor names that differ from `_IN_LAYER`.
     tensors: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
     # Whether the converter placed row i + D/2 of each query and key head after row i.
     is_interleaved: bool = False
@@ -118,7 +118,7 @@ def read_config(architecture: str, metadata: GGUFMetadata) -> Config:
 
 
 def stored_names(architecture: str, role: str, suffix: str) -> tuple[str, ...]:
-    """Return Hugging Face's names, within a layer, of the matrices in a tensor's rows; empty if it is unknown.
+    """Return Hugging Face's names, within a layer, of the matrices in a tensor's rows; empty for an unknown tensor.
 
     {e} stands for an expert's number.
     """
@@ -212,7 +212,7 @@ def _gemma3(metadata: GGUFMetadata, config: Config) -> Config:
 
 
 def _gemma(metadata: GGUFMetadata, config: Config, *, period: int, widest: int) -> Config:
-    """Read what Gemma 2 and 3 share. widest: layers of the 27B model, which scales scores in its own way."""
+    """Read what Gemma 2 and 3 share. widest: number of layers of the 27B model, which scales scores differently."""
     is_widest = config["num_hidden_layers"] == widest
     return _windows(metadata, config, period) | {
         "hidden_activation": "gelu_pytorch_tanh",
@@ -224,7 +224,7 @@ def _gemma(metadata: GGUFMetadata, config: Config, *, period: int, widest: int) 
 
 
 def _windows(metadata: GGUFMetadata, config: Config, period: int) -> Config:
-    """Read the window of all layers but the last of each period; the file may have its own period, or a list."""
+    """Read the window; the last layer of each period has none. The file may have its own period, or a list."""
     num_layers, window = config["num_hidden_layers"], metadata.value("attention.sliding_window", 0)
     pattern = metadata.any("attention.sliding_window_pattern", period)
     if not isinstance(pattern, list):
@@ -295,7 +295,7 @@ def _deepseek2(metadata: GGUFMetadata, config: Config) -> Config:
 
 
 def _routed_experts(metadata: GGUFMetadata, config: Config) -> Config:
-    """Read experts beside shared ones. Layers that predict further tokens are not a part of the model."""
+    """Read experts beside shared ones. Layers that predict further tokens (MTP) are left out."""
     if metadata.any("expert_group_count") is None:
         logger.warning("the GGUF names no groups of experts (expert_group_count): tokens choose among all experts")
     return _experts(metadata) | {

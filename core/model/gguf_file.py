@@ -1,6 +1,6 @@
-"""GGUF files: their header, which has metadata and the place of each tensor, and the table of tensors made from it.
+"""GGUF files: the header, with metadata and the place of each tensor, and the tensor table made from it.
 
-The `gguf` package's reader makes an array of every string, which takes seconds for a vocabulary; this one takes a
+The `gguf` package's reader makes an array of every string, which takes seconds for a vocabulary; this reader takes a
 fraction of a second. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (versions 2 and 3).
 """
 
@@ -163,7 +163,6 @@ _OTHER_TYPES |= {140: "IQ5_K", 141: "IQ6_K", 144: "IQ4_KS", 145: "IQ2_KS", 146: 
 
 
 def type_name(ggml_type: int) -> str:
-    """Return the name of a type of ggml."""
     known = GGML_TYPES.get(ggml_type)
     return known.name if known else _OTHER_TYPES.get(ggml_type, f"number {ggml_type}")
 
@@ -172,7 +171,7 @@ def type_name(ggml_type: int) -> str:
 class StoredTensor:
     """Location of one tensor, under its Hugging Face name.
 
-    interleaved_heads: if above 0, the rows are that many heads, in which llama.cpp placed row i + D/2 after row i.
+    interleaved_heads: if above 0, the number of heads in the rows; llama.cpp placed row i + D/2 of a head after row i.
     """
 
     name: str

@@ -29,7 +29,7 @@ _SAMPLING = {f"general.sampling.{key}": key for key in ("top_k", "top_p", "min_p
     "general.sampling.temp": "temperature",
     "general.sampling.penalty_repeat": "repetition_penalty",
 }
-# Divisors of the rotary frequencies, which are settings in Hugging Face's form.
+# Divisors of the rotary frequencies: tensors in GGUF, settings in Hugging Face's form.
 _VECTORS = ("rope_freqs", "rope_factors_short", "rope_factors_long")
 
 

@@ -21,7 +21,7 @@ from core.types.errors import SpecError
 logger = logging.getLogger(__name__)
 
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # token types
-# Tokens that end a turn. Files often name only one of those they contain, or type them as ordinary tokens.
+# Tokens that end a turn. Files often name only one of theirs, or give them the type of ordinary tokens.
 _END_OF_GENERATION = frozenset(
     (
         *("<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>"),
@@ -42,7 +42,7 @@ _LOOKS_SPECIAL = re.compile(r"<(\|[^\s|]+\||\uff5c[^\s\uff5c]+\uff5c)>")
 # In vocabularies with one of these pairs, <|end|> separates messages of one answer.
 _NOT_LAST = ({"<|return|>", "<|call|>"}, {"<|flush|>", "<|calls|>"})
 _KEEP_SPACES = ("<unk>", "<s>", "<|endoftext|>")
-# Ids that SentencePiece files leave out if they are the usual ones.
+# Default ids, which SentencePiece files omit.
 _USUAL_IDS = {"unknown": 0, "bos": 1, "eos": 2}
 
 
@@ -105,7 +105,7 @@ def end_token_ids(metadata: dict[str, Any]) -> list[int]:
 
 
 def _control_tokens(metadata: dict[str, Any]) -> list[str]:
-    """Return the control tokens: by type, and by name where the type is wrong. Warns about those."""
+    """Return the control tokens: by type, or by name if the type is wrong. Warns about wrong types."""
     tokens = _typed_tokens(metadata)
     renamed = [
         token

@@ -14,7 +14,7 @@ from core.types.handoff import ROOM_TOKENS
 # Quantized pool and wire dtypes by their short names in commands and reports.
 QUANTIZED = {"fp8": "fp8_e4m3", "int8": "int8", "int4": "int4"}
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8_e4m3": 1, "int8": 1, "int4": 0.5}
-# bf16, per token and head, for keys and for values each: a scale; int4: a scale and a zero.
+# bf16 numbers per token, head and side (K or V): a scale; for int4 also a zero point.
 _SCALE_BYTES = {"fp8_e4m3": 2, "int8": 2, "int4": 4}
 # Reuses most prompt tokens of a public trace of conversations; see "State checkpoints" in docs/benchmarks/planner.md.
 _TOKENS_PER_STATE = 4096
@@ -24,10 +24,10 @@ _LEAST_PART = 32
 
 
 def state_slots_for(memory_bytes: int, state_bytes: int, *, token_bytes: int, max_running: int) -> int:
-    """Return the number of state slots: one per running sequence and as many checkpoints, in half the memory at most.
+    """Return the number of state slots: two per running sequence (one for a checkpoint), in at most half the memory.
 
-    If there is room for more: one per _TOKENS_PER_STATE tokens of KV, or what fits into 1 / _LEAST_PART of the memory.
-    At least 2, for one sequence and one checkpoint. token_bytes: KV of one token.
+    The number rises to one per _TOKENS_PER_STATE tokens of KV, or to what 1 / _LEAST_PART of the memory holds, if that
+    is more. It is at least 2, for one sequence and one checkpoint. token_bytes: KV of one token.
     """
     by_tokens = memory_bytes // (state_bytes + _TOKENS_PER_STATE * token_bytes)
     num_slots = max(2 * max_running, by_tokens, memory_bytes // _LEAST_PART // state_bytes)
@@ -36,11 +36,11 @@ def state_slots_for(memory_bytes: int, state_bytes: int, *, token_bytes: int, ma
 
 @dataclass(frozen=True, kw_only=True)
 class WindowArithmetic:
-    """Split of a pool between blocks and the parts of blocks in layers with an attention window.
+    """Split of a pool between blocks and parts. A part is what a block holds in layers with an attention window.
 
     A sequence of the largest context needs blocks for all its tokens, but parts for its window only. The pool has twice
-    that share of parts, so that as many are left for cached prefixes, plus parts for one chunk. Shorter sequences need
-    about as many parts, so those for all running sequences may take more: see `split`.
+    that ratio of parts to blocks, to leave half for cached prefixes, plus parts for one chunk. Shorter sequences need
+    about as many parts, so `split` may give parts a larger share of the memory.
     """
 
     window: int  # in tokens
@@ -56,9 +56,9 @@ class WindowArithmetic:
         )
 
     def num_parts(self, num_blocks: int) -> int:
-        """Return the parts of a pool of `num_blocks` blocks, the empty one included.
+        """Return the number of parts of a pool of `num_blocks` blocks, the empty part included.
 
-        A pool smaller than the largest context has as many as a pool of that size.
+        A pool smaller than the largest context has as many parts as a pool of that context's size.
         """
         num_shared = math.ceil(max(num_blocks, self._num_context_blocks) * self._share)
         return 1 + min(num_blocks, max(self.num_least, num_shared + self._num_chunk))
@@ -80,7 +80,7 @@ class WindowArithmetic:
         return int((memory_bytes - num_wanted * part_bytes) / whole_bytes), num_wanted
 
     def _largest_split(self, memory_bytes: float, *, block_bytes: int, part_bytes: int) -> tuple[int, int]:
-        """Return the maximum number of blocks that fit, and their share of parts."""
+        """Return the maximum number of blocks that fit, and the number of parts for them."""
         whole_bytes = block_bytes - part_bytes
         low, high = 0, int(memory_bytes / (whole_bytes + self._share * part_bytes))
         while low < high:
@@ -104,7 +104,7 @@ class WindowArithmetic:
 
 
 def first_seen(position: int, window: int, block_size: int) -> int:
-    """Return the place in a table of the first block that the query at a position sees. window: tokens."""
+    """Return the index in a block table of the first block that the query at `position` sees. window: tokens."""
     return max(0, position - window + 1) // block_size
 
 
@@ -164,8 +164,8 @@ class PoolSizes(NamedTuple):
 class CacheShape:
     """Bytes that the layers of a model cache, on one rank or on all ranks of a replica.
 
-    Keys and values, latents and index keys grow with the tokens. Layers with a window keep those that later queries
-    see, if the others are freed. Recurrent layers have one state per sequence.
+    Keys and values, latents and index keys grow with the tokens. If windows are freed, layers with a window keep only
+    what later queries see. Recurrent layers have one state per sequence.
     """
 
     block_size: int
@@ -191,13 +191,13 @@ class CacheShape:
 
     @property
     def num_pieces(self) -> int:
-        """Places in a lower tier that the checkpoint of a block takes, without the padding of KVLayout.num_pieces."""
+        """Places that a block's checkpoint takes in a lower tier, without the padding of KVLayout.num_pieces."""
         num_bytes = self.state_bytes or self.window_part_bytes
         return -(-num_bytes // self.place_bytes) if self.place_bytes else 0
 
     @property
     def num_checkpoints(self) -> int:
-        """Number of last blocks of a prefix that need a checkpoint for a sequence to continue behind them; 0: none.
+        """Number of last blocks of a prefix that need a checkpoint for a sequence to continue after them; 0: none.
 
         The checkpoint of a block is the state at its end, or its part: what it holds in layers with a window.
         """
@@ -206,21 +206,21 @@ class CacheShape:
         return window_span(self.window, self.block_size) if self.window else 0
 
     def of_ranks(self, num_ranks: int) -> CacheShape:
-        """Return the bytes on all ranks of a replica, from those on one of `num_ranks`."""
+        """Convert the bytes on one of `num_ranks` ranks to the bytes on all ranks of the replica."""
         names = ("token_bytes", "window_token_bytes", "state_bytes", "feature_bytes")
         return replace(self, **{name: num_ranks * getattr(self, name) for name in names})
 
     def window_start(self, num_tokens: int, *, held: int) -> int:
-        """Return the first position that a handoff of [held, num_tokens) ships of layers with a window.
+        """Return the first position that a handoff of [held, num_tokens) ships for layers with a window.
 
-        It begins the first block that the query at `num_tokens` sees, or is `held`. 0 if no layer frees KV.
+        It is `held` or, if later, the start of the first block that the query at `num_tokens` sees; 0 without a window.
         """
         if not self.window:
             return 0
         return max(held, first_seen(num_tokens, self.window, self.block_size) * self.block_size)
 
     def shipped_bytes(self, num_tokens: int, *, held: int = 0) -> int:
-        """Return the bytes to ship of a sequence of `num_tokens` to a replica that holds its first `held` tokens."""
+        """Return the bytes to ship for `num_tokens` tokens to a replica that already holds the first `held`."""
         num_bytes = max(0, num_tokens - held) * self.token_bytes + self.state_bytes
         if self.window:
             num_unseen = min(num_tokens, self.window_start(num_tokens, held=held)) - min(num_tokens, held)
@@ -228,7 +228,7 @@ class CacheShape:
         return num_bytes
 
     def pool_sizes(self, memory_bytes: int, *, max_running: int, windows: WindowArithmetic | None) -> PoolSizes:
-        """Return the sizes of one rank's pool in `memory_bytes`. max_running: concurrent sequences."""
+        """Return the sizes of one rank's pool that fits into `memory_bytes`. max_running: concurrent sequences."""
         num_states = 0
         if self.state_bytes:
             num_states = state_slots_for(

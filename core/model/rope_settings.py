@@ -76,7 +76,7 @@ def read_rope(
 def context_of(rope: RopeConfig) -> int:
     """Return the context length. max_position_embeddings excludes linear and dynamic scaling, and may include yarn.
 
-    longrope: up to the original length; see ModelConfig.lengthened.
+    For longrope it is the original length; see ModelConfig.lengthened.
     """
     match rope.kind:
         case "linear" | "dynamic":

@@ -36,7 +36,7 @@ def is_sentence_piece(path: Path) -> bool:
 def read_sentence_piece(path: Path, config: Mapping[str, Any]) -> Tokenizer:
     """Return the tokenizer of a file, which begins prompts with bos_token. Raises SpecError if it is not BPE.
 
-    config: tokenizer_config.json. Its `legacy` is true by default: a space begins the text behind each special token.
+    config: tokenizer_config.json. Its `legacy` is true by default: a space begins the text after each special token.
     """
     pieces, trainer, normalizer = _read(path)
     if trainer.get(_MODEL) != _BPE or trainer.get(_IS_SUFFIX) or normalizer.get(_CHARSMAP):
@@ -63,7 +63,7 @@ def read_sentence_piece(path: Path, config: Mapping[str, Any]) -> Tokenizer:
 
 
 def special_pieces(path: Path) -> dict[str, str]:
-    """Return the text of unk_token, bos_token and eos_token, of those that the file has."""
+    """Return the texts of unk_token, bos_token and eos_token, as far as the file has them."""
     trainer = _Message(next((value for number, value in _fields(path.read_bytes()) if number == _TRAINER), b""))
     found = {}
     for name, (id_field, usual_id, text_field, usual_text) in _SPECIAL.items():
@@ -76,7 +76,7 @@ def special_pieces(path: Path) -> dict[str, str]:
 def merged_by_score(
     tokens: Sequence[str], scores: Sequence[float], *, unknown: str | None, prefix: Prefix = "always"
 ) -> Tokenizer:
-    """Return a tokenizer that joins the neighbours that form the token of the highest score, with byte fallback.
+    """Return a tokenizer that joins the neighbours whose joint token has the highest score, with byte fallback.
 
     prefix: texts that begin with a space: all between special tokens, the first one, or none.
     """
@@ -99,7 +99,7 @@ def merged_by_score(
 
 
 def ranked_merges(ids: Mapping[str, int], ranks: Iterable[tuple[str, float]]) -> list[tuple[str, str]]:
-    """Return ranked merges: each split of a token into two others is one, with the token's rank."""
+    """Return the merges in order of rank: each split of a token into two others, with the token's rank."""
     merges = [
         (rank, ids[left], ids[right], left, right)
         for token, rank in ranks
@@ -130,7 +130,7 @@ def _read(path: Path) -> tuple[list[tuple[str, float, int]], _Message, _Message]
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """Yield the fields of a protobuf message: numbers as int, others as bytes. Raises ValueError if it is cut."""
+    """Yield the fields of a protobuf message: numbers as int, others as bytes. Raises ValueError if it is truncated."""
     at = 0
     while at < len(data):
         key, at = _varint(data, at)

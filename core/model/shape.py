@@ -198,7 +198,7 @@ class ModelConfig:
     per_layer_vocab_size: int = 0
 
     def lengthened(self, max_context: int | None) -> ModelConfig:
-        """Return the model for contexts of `max_context` tokens; differs for LongRoPE only.
+        """Return the model for contexts of `max_context` tokens. Only LongRoPE models change.
 
         LongRoPE has two sets of frequency divisors: up to original_max_position, the default context, and beyond.
         transformers chooses by the length of each prompt, which would make cached keys depend on later tokens. Here all
@@ -216,7 +216,7 @@ class ModelConfig:
 
     @property
     def kv_windows(self) -> tuple[int, ...]:
-        """Positions that a query sees, its own included, of each layer in `kv_layers`; 0: all. Chunks count as windows.
+        """Positions that a query sees, its own included, per layer of `kv_layers`; 0: all. Chunks count as windows.
 
         For layers that share keys and values, the widest window counts.
         """
@@ -265,7 +265,7 @@ class ModelConfig:
         return dim - self.latent.latent_dim if self.latent else 0
 
     def can_keep_kv(self, dtype: str) -> bool:
-        """Return True if the KV cache can be of `dtype`: int4 rotates heads, in parts of at least four numbers."""
+        """Return True if the KV cache can be of `dtype`. int4 needs heads whose sizes are multiples of 4."""
         return dtype != "int4" or (not self.latent and all(dim % 4 == 0 for _, dim in self.kv_layers))
 
     def layers_at(self, key: str, indices: Sequence[int]) -> tuple[int, ...]:
@@ -331,7 +331,7 @@ class ModelConfig:
         return num_matrices * (beside + routed) + 2 * hidden * experts.latent_size
 
     def tensor_parallel_choices(self) -> list[int]:
-        """Return the possible sizes: query heads divide evenly, and each layer's KV heads divide or are replicated."""
+        """Return the sizes at which query heads divide evenly, and each layer's KV heads divide or are replicated."""
         sizes = (size for size in range(1, self.num_q_heads + 1) if self.num_q_heads % size == 0)
         counts = {num_heads for num_heads, _ in self.kv_layers}
         return [

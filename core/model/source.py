@@ -110,7 +110,7 @@ def _check(path: Path) -> None:
 
 
 def _snapshot(path: Path) -> Path:
-    """Return the snapshot of a repository in the hub's cache layout; other paths unchanged. Raises SpecError."""
+    """Return the snapshot of a repository in the hub's cache layout, or any other path unchanged. Raises SpecError."""
     if not (path / "snapshots").is_dir() or (path / "config.json").exists():
         return path
     try:

@@ -4,8 +4,8 @@
     tekken.json      Mistral's: one JSON object with tokens, split pattern and special tokens
     tokenizer.model  SentencePiece's, of kind BPE; Mistral's repositories add a version, such as tokenizer.model.v3
 
-A ranked vocabulary joins the neighbours that form the token of the lowest rank, as the tiktoken library does. Files
-beside tokenizer.json add tokens or mark some as special.
+With a ranked vocabulary, the two neighbours whose joint token has the lowest rank are joined first, as in the tiktoken
+library. Files beside tokenizer.json add tokens or mark some as special.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def special_tokens(model_dir: Path) -> tuple[Mapping[str, Any], dict[str, str]]:
 
 
 def _declared(config: Mapping[str, Any], older: Mapping[str, Any], named: set[str]) -> Iterator[tuple[int, AddedToken]]:
-    """Yield ids and added tokens by id. older: contents of added_tokens.json, ids by text."""
+    """Yield ids and added tokens, sorted by id. older: ids by text, from added_tokens.json."""
     if decoder := config.get("added_tokens_decoder"):
         for i, token in sorted((int(i), token) for i, token in decoder.items()):
             yield i, AddedToken(**{key: value for key, value in token.items() if key != "__type"})
@@ -192,8 +192,8 @@ def _tekken_added(file: Mapping[str, Any]) -> dict[str, int]:
 def _ranked(
     ids: Mapping[bytes, int], pattern: str, added: Mapping[str, int], *, shown: Collection[str] = ()
 ) -> Tokenizer:
-    """Return a byte-level BPE tokenizer. ids: of the tokens, in the order of their ranks. added: tokens that match
-    their literal text; they are special, except those in `shown`."""
+    """Return a byte-level BPE tokenizer. ids: ids by token, in order of rank. added: ids of tokens that match their
+    literal text; they are special, except those in `shown`."""
     vocab = {_spelt(token): token_id for token, token_id in ids.items()}
     if clash := vocab.keys() & added.keys():
         raise ValueError(f"a token and an added token have the same text: {min(clash)!r}")
@@ -206,7 +206,7 @@ def _ranked(
 
 
 def split_to_bytes(tokenizer: Tokenizer, patterns: Sequence[str]) -> None:
-    """Make a tokenizer byte-level, whose words are split by each of these regular expressions in turn."""
+    """Make a tokenizer byte-level, and split its words by each of these regular expressions in turn."""
     splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns]
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
@@ -229,7 +229,7 @@ BYTE_OF = {character: byte for byte, character in enumerate(_CHARACTERS)}
 
 
 def _fix(model_dir: Path) -> str:
-    """Return how to write tokenizer.json from the tokenizer that the directory has."""
+    """Return instructions for writing tokenizer.json from the tokenizer in the directory."""
     tiktoken = next((file.name for pattern in (_TIKTOKEN, "*.tiktoken") for file in model_dir.glob(pattern)), None)
     if tiktoken:
         return (

@@ -20,7 +20,7 @@ from core.types.errors import SpecError
 _MODEL = "model.safetensors"
 _INDEX = f"{_MODEL}.index.json"
 _PART = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<total>\d{5})\.safetensors")
-# The same weights in another form, or weights beside the model's.
+# The same weights in another form, or weights that are not the model's.
 _SECOND_CHOICE = ("consolidated", "adapter_", "optimizer", "kv_basis")
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 _LFS_POINTER = b"version https://git-lfs"
@@ -28,7 +28,7 @@ _LFS_POINTER = b"version https://git-lfs"
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """Weight files of a model directory. index: file of each tensor that may be read; None: all in the files.
+    """Weight files of a model directory. index: file of each tensor to read; None: read all tensors in the files.
 
     note: difference from the files that transformers would read; empty: none.
     """
@@ -58,7 +58,7 @@ def weight_files(directory: Path) -> WeightFiles:
 def locate_tensors(files: WeightFiles) -> tuple[dict[str, Path], frozenset[str]]:
     """Return the safetensors file of each tensor to read, and the tensors that the index leaves out.
 
-    Reads the headers. Raises SpecError for a truncated file, or if, without an index, two files hold a tensor.
+    Reads the headers. Raises SpecError for a truncated file, or if two files without an index hold the same tensor.
     """
     held: dict[str, list[Path]] = {}
     for path in files.paths:
@@ -75,7 +75,7 @@ def locate_tensors(files: WeightFiles) -> tuple[dict[str, Path], frozenset[str]]
     located: dict[str, Path] = {}
     for name, indexed in files.index.items():
         paths = held.get(name, [])
-        if indexed in paths or len(paths) == 1:  # an index may name the wrong one, if only one file holds the tensor
+        if indexed in paths or len(paths) == 1:  # the index may be wrong if only one file has the tensor
             located[name] = indexed if indexed in paths else paths[0]
         elif paths:
             found = " and ".join(path.name for path in paths)

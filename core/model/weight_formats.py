@@ -1,4 +1,4 @@
-"""Quantization methods that load, and checks that reject other weight formats by name."""
+"""Supported quantization methods, and checks that reject other weight formats by name."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def check_format(names: Collection[str], *, has_own_format: bool = False) -> Non
 
 
 def with_usual_method(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return quantization_config with the usual name of its method: files have compressed_tensors or GPTQ, too.
+    """Return quantization_config with the usual name of its method; some files write compressed_tensors or GPTQ.
 
     An unknown method stays as it is.
     """
@@ -118,7 +118,7 @@ def check_method(config: Mapping[str, Any]) -> None:
 
 
 def as_block(found: Any) -> Any:
-    """Return a block of outputs and inputs as two numbers; early files of compressed-tensors write 128x128."""
+    """Return a block size as two numbers, outputs and inputs; early files of compressed-tensors write 128x128."""
     if isinstance(found, str) and re.fullmatch("[0-9]{1,9}x[0-9]{1,9}", found):
         return [int(number) for number in found.split("x")]
     return found

@@ -27,7 +27,7 @@ def log_path(log_dir: str, replica: str, rank: int) -> Path:
 
 
 def find_logs(log_dir: str, who: str) -> list[Path]:
-    """Return the logs on this node of the processes named `who`-…."""
+    """Return the logs on this node of the processes whose names begin with `who` and a hyphen."""
     return list(Path(log_dir).glob(f"{who}-*.log"))
 
 

@@ -38,7 +38,7 @@ class Supervisor:
         return task
 
     async def keep_running(self, name: str, work: Work) -> None:
-        """Like `start`, in the caller's task."""
+        """Run `work` as `start` does, but in the caller's task."""
         this_task = asyncio.current_task()
         while True:
             self._began_at[name] = time.monotonic()

@@ -7,7 +7,7 @@ from core.model.shape import ModelConfig
 from core.spec.schema import Spec
 
 # The largest window, in tokens, for which a pool is divided by the context in the model's config. Llama 4's allows 10
-# million tokens with a window of 8,192: a pool divided for them would hold few sequences of usual lengths.
+# million tokens with a window of 8,192: a pool divided for such contexts would hold few sequences of usual lengths.
 _LARGE = 4096
 
 

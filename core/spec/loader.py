@@ -65,7 +65,7 @@ def _read(source: str | dict[str, Any]) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """Loader that rejects a key written twice. YAML would keep the last one and drop the first without a word."""
+    """Loader that rejects duplicate keys. YAML would silently keep the last one."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -100,7 +100,7 @@ def _explain(error: Any) -> str:
     path = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
         return f"{path}: unknown key{_did_you_mean(error['loc'])}"
-    # A section would be long, and the message names its keys. The index may contain a password.
+    # Leave out sections, which are long and whose keys the message names, and the index, which may contain a password.
     got = "" if isinstance(error["input"], dict) or path == "index" else f" (got {error['input']!r})"
     if error["type"] == "model_type":
         return f"{path}: a section of keys is expected, such as {path}.{_keys(error['loc'])[0]}{got}"

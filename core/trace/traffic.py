@@ -70,13 +70,13 @@ class ReplicaReport(AnnouncedPool):
 
     @classmethod
     def of(cls, tree: Mapping[str, Any]) -> ReplicaReport:
-        """Parse the asdict form of any version."""
+        """Parse the asdict() of a report of any version."""
         return msgspec.convert(tree, cls)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrafficReport:
-    """Traffic of a router since its last report. arrival_s of a request is its age in seconds."""
+    """Traffic of a router since its last report. The arrival_s of a request is its age in seconds."""
 
     router: str
     arrived: dict[int, SeenRequest]  # by the router's own number; finished ones included

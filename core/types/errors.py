@@ -61,7 +61,7 @@ class DeployError(ClusterError):
 
 
 class ReplicaDidNotStart(DeployError):
-    """Failure of a replica to start that a retry would hardly cure. `log` holds the end of its log."""
+    """Failed start of a replica, where a retry would hardly help. `log` holds the end of the replica's log."""
 
     def __init__(self, message: str, *, log: str) -> None:
         super().__init__(message)
@@ -161,7 +161,7 @@ class RateLimited(CapacityError):
         headers: Mapping[str, str] | None = None,
         is_certain: bool = False,
     ) -> None:
-        """headers: rate-limit headers of the answer. is_certain: no request of this key can pass before then."""
+        """headers: rate-limit headers of the answer. is_certain: no request of this key passes earlier."""
         super().__init__(message, retry_after_s=retry_after_s)
         self.headers = dict(headers or {})
         self.is_certain = is_certain
@@ -176,13 +176,13 @@ class ClientTooSlow(ClusterError):
 
 
 class GrammarNotFollowed(ClusterError):
-    """Grammar that allows no next token. Never retried: every replica would fail alike."""
+    """Grammar that allows no next token. Never retried: every replica would fail in the same way."""
 
 
 class NoTokenAllowed(ClusterError):
-    """Token rules that allow no next token. Never retried: every replica would fail alike.
+    """Token rules that allow no next token. Never retried: every replica would fail in the same way.
 
-    The cause is the request's `allowed_token_ids` and `bad_words`, together with each other, a grammar, a thinking
+    The cause is the request's `allowed_token_ids` or `bad_words`, often combined with each other, a grammar, a thinking
     budget or `min_tokens`.
     """
 

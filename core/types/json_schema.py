@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import unquote
 
-# llguidance's options for how instances are written: as json.dumps does. With optional blanks a model could emit them
-# without end.
+# llguidance's options to format instances as json.dumps does. If blanks were optional, a model could emit them without
+# end.
 WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 DROPPED = object()
 _MAX_DIGITS = 9  # of an array index in a reference

@@ -26,19 +26,19 @@ def root_hash(model_fingerprint: str, *, adapter: str = "", salt: str = "") -> b
 
 
 def checkpoint_hash(prefix_hash: bytes, *, piece: int = 0) -> bytes:
-    """Return the 16-byte hash of a piece of this block's checkpoint: of the state at its end.
+    """Return the 16-byte hash of a piece of this block's checkpoint.
 
-    If windows are freed, of the block's part: what it holds in layers with a window. Lower tiers store both in pieces
-    as long as a block; routers look for the first piece.
+    The checkpoint is the state at the block's end or, if windows are freed, what the block holds in layers with a
+    window. Lower tiers store it in block-sized pieces; routers look for the first piece.
     """
     return blake2b(prefix_hash, digest_size=HASH_BYTES, person=b"checkpoint", salt=struct.pack("<Q", piece)).digest()
 
 
 def expected_hashes(hashes: Sequence[bytes], *, num_tokens: int, block_size: int, num_checkpoints: int) -> list[bytes]:
-    """Return what the index lists once a replica has computed a prompt: its full blocks, and the checkpoints it keeps.
+    """Return the hashes that the index lists once a replica has computed a prompt: its full blocks and checkpoints.
 
-    num_checkpoints: how many the replica needs to continue; they end with the last full block that a prompt of the same
-    `num_tokens` could reuse.
+    num_checkpoints: checkpoints that the replica needs to continue; the last one is at the last full block that a
+    prompt of the same `num_tokens` could reuse.
     """
     num_reusable = (num_tokens - 1) // block_size
     return [*hashes, *map(checkpoint_hash, hashes[max(0, num_reusable - num_checkpoints) : num_reusable])]

@@ -19,7 +19,7 @@ _PART = 1 << 15  # log-probabilities per message
 class PromptLogprobs:
     """Log-probabilities of consecutive prompt tokens. The first token of a prompt has none: nothing precedes it.
 
-    Natural-log probabilities under the unmodified distribution, as core.types.request.TokenLogprob's.
+    Natural-log probabilities under the unmodified distribution, as in core.types.request.TokenLogprob.
     """
 
     logprobs_P: NDArray[np.float32]  # <= 0; may be -inf

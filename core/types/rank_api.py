@@ -46,7 +46,7 @@ class RankStatus(TypedDict):
     running: int  # sequences
     waiting: int
     blocks: Blocks
-    member: NotRequired[bytes]  # signed record by which routers find it (core.index.membership); absent until it serves
+    member: NotRequired[bytes]  # signed record for routers (core.index.membership); absent until the replica serves
 
 
 class Progress(TypedDict):

@@ -163,7 +163,7 @@ def random_seed() -> int:
 def finish_reason(
     token_id: int, *, num_generated: int, num_tokens: int, sampling: Sampling, max_context: int
 ) -> FinishReason | None:
-    """Return why a sequence ends with `token_id`, its num_generated-th token (counting it); None if it continues.
+    """Return why a sequence ends with `token_id`, its num_generated-th generated token; None if it continues.
 
     num_tokens counts the whole sequence, this token included. Prefill, decode and router share this rule, so that none
     of them waits for a token that another will not send.

@@ -56,7 +56,7 @@ class RevisionCounts:
     failed: int = 0  # failed attempts, including those that another revision continued
     answered: int = 0  # requests that finished on this revision
     ttft_s: float = 0.0  # sum over the answered requests
-    itl_s: float = 0.0  # sum over the answered requests of their mean
+    itl_s: float = 0.0  # sum of the mean ITL of each answered request
 
     def add_answer(self, ttft_s: float, itl_s: float) -> None:
         self.answered += 1

@@ -45,7 +45,7 @@ def largest_step(spec: Spec, role: Role) -> tuple[int, int]:
 
 
 def unlike(loaded: Spec, role: Role, wanted: Spec) -> list[str]:
-    """Return the settings that keep a replica, loaded as `role` with spec `loaded`, from taking the other role of
+    """Return the settings that keep a replica, loaded as `role` with spec `loaded`, from taking the other role in
     `wanted`."""
     has, needs = _fixed(loaded.pool(role)), _fixed(wanted.pool(other(role)))
     sections = [name for name in _OF_ALL if getattr(loaded, name) != getattr(wanted, name)]

@@ -62,7 +62,7 @@ class Timeline:
             self.spans.append((state, replica, start, end))
 
     def add_before(self, end: float, replica: str, parts: list[tuple[RequestPhase, float]], *, since: float) -> float:
-        """Add consecutive spans of these durations, the last of which ended at `end`, none before `since`.
+        """Add consecutive spans of these durations. The last one ends at `end`; none begins before `since`.
 
         Returns the start of the first one.
         """

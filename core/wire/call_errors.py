@@ -34,7 +34,7 @@ async def abort_with(context: aio.ServicerContext[Any, Any], error: ClusterError
 
 @asynccontextmanager
 async def aborting(context: aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
-    """End the call with the ClusterError that the block raises, if it does."""
+    """End the call with the block's error, if the block raises a ClusterError."""
     try:
         yield
     except ClusterError as error:

@@ -1,9 +1,9 @@
 """gRPC channels and servers between our own processes: limits, keepalive and TLS.
 
 The streams of a killed peer end within milliseconds. Keepalive detects a silent peer (stopped, partitioned) within
-about three seconds. All of keepalive time, keepalive timeout and ping timeout must be set, or the last one's default of
-a minute governs. The ping timeout is two seconds because a process on an overloaded host has missed one second. Clients
-with a single endpoint do not retry elsewhere and wait longer.
+about three seconds. Keepalive time, keepalive timeout and ping timeout must all be set; otherwise the ping timeout's
+default of a minute applies. It is two seconds, because a process on an overloaded host has missed a timeout of one.
+Clients with a single endpoint cannot retry elsewhere and wait longer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from core.wire.authorization import Guard
 MAX_MESSAGE_BYTES = 64 << 20  # a 1M-token prompt has 4 MB; KV is not sent over these channels
 PING_EVERY_S = 1.0  # while the peer is silent; it is lost two seconds later
 _ANSWER_WITHIN_S = 2.0
-_GO_ON_S = 0.25  # running handshakes need a microsecond and a time slice; the server's handshakes pause as long
+_GO_ON_S = 0.25  # lets running handshakes finish, which needs a time slice; new handshakes wait
 
 
 def keepalive(*, ping_every_ms: int, answer_within_ms: int) -> list[tuple[str, Any]]:
@@ -81,8 +81,8 @@ def open_channel(address: str, *, peer: ProcessName, identity: Identity) -> aio.
     """Open a channel to another process of the deployment. Connects on first use.
 
     With TLS the connection is mutual, and only a peer whose certificate names `peer` is accepted. The channel uses the
-    identity's current certificate for its lifetime. A connection outlives the certificate, but a new one fails once it
-    has expired; for calls that start later use `open_lasting_channel`.
+    identity's current certificate for its lifetime. An open connection outlives the certificate, but reconnecting fails
+    once it has expired; for calls that start later use `open_lasting_channel`.
     """
     if (tls_credentials := identity.tls_credentials) is None:
         return aio.insecure_channel(address, options=_PEER_OPTIONS)

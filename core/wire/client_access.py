@@ -81,13 +81,13 @@ class EndpointAccess:
 
 
 def _name_of(endpoints: str) -> list[tuple[str, str]]:
-    """Return the expected name for several addresses, where gRPC has no default: the first address's host name, which
-    the certificate of every endpoint must contain."""
+    """Return the expected server name for several addresses, for which gRPC has no default: the first address's host
+    name. Every endpoint's certificate must contain it."""
     first, *others = endpoints.removeprefix(_TLS).split(",")
     return [("grpc.ssl_target_name_override", split_address(first)[0])] if others else []
 
 
 def is_from_router(error: Any) -> bool:
-    """Return whether a router ended this gRPC call with an error of its own, rather than the connection failing."""
+    """Return True if a router ended this gRPC call with an error, False if the connection failed."""
     status = rpc_status.from_call(error)
     return status is not None and any(detail.Is(ErrorInfo.DESCRIPTOR) for detail in status.details)

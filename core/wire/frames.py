@@ -1,4 +1,4 @@
-"""Token frames: the output of a worker's step loop, bundled per router, on a port beside gRPC's; and a router's end.
+"""Token frames: the output of a worker's step loop, bundled per router, on a port of their own. Both ends.
 
 A router connects, with mutual TLS if this worker has credentials, and names itself in a FramesRequest. Frames follow
 until either end closes the connection. A rejection is one frame with `error`. As a sign of life the router sends an
@@ -32,8 +32,8 @@ from core.wire.messages import add_stream_token
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
-# Maximum age of a replica's status at the routers while its set of requests is unchanged. Sending it with each token
-# would take 0.2 ms between two steps, and time on each router.
+# Maximum age of a replica's status at the routers while its set of requests is unchanged. Sending the status with each
+# token would take 0.2 ms between two steps, and time on each router.
 STATUS_S = 0.05
 MAX_ROUTERS = 1024
 _OPEN_S = 10.0  # for TLS and the request
@@ -174,7 +174,7 @@ class FrameServer:
         self._unnamed.pop(task, None)
 
     async def _drop_silent(self) -> None:
-        """Drop silent routers. Counts checks instead of seconds: after a pause of this process, pending bytes count."""
+        """Drop silent routers. Counts checks instead of seconds, so that a pause of this process drops no router."""
         while True:
             await asyncio.sleep(self._look_s)
             for stream, router in list(self._streams.items()):
@@ -278,7 +278,7 @@ class _Outbox:
         self.frame = pb.Frame()
         self.number = 0
         self.wake = asyncio.Event()
-        self._is_plain = True  # the frame has no token with more than an id
+        self._is_plain = True  # no token of the frame has more than an id
 
     def add(self, tokens: Iterable[StreamToken]) -> None:
         streams, token_ids = list[int](), list[int]()

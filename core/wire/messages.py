@@ -57,7 +57,7 @@ def sequence_to_proto(request: SequenceRequest) -> pb.Sequence:
 
 
 def sequence_from_proto(message: pb.Sequence) -> SequenceRequest:
-    """Parse a request. Raises RequestError for an unknown kind of grammar, without which tokens would differ."""
+    """Parse a request. Raises RequestError for an unknown kind of grammar: ignoring it would change the tokens."""
     grammar = _grammar_from_proto(message.grammar) if message.HasField("grammar") else None
     thinking = from_message(ThinkingBudget, message.thinking) if message.HasField("thinking") else None
     sampling = _sampling_from_proto(message.sampling)
@@ -162,7 +162,7 @@ def _logprob_from_proto(message: pb.Logprob) -> TokenLogprob:
 def make_plausible(status: pb.Status) -> bool:
     """Clear implausible metrics of a status in place: NaN, infinite and negative ones. They then count as not measured.
 
-    Returns False if there were any.
+    Returns False if it cleared any.
     """
     bad = [name for name in _MEASURED if not _is_plausible(getattr(status, name))]
     for name in bad:

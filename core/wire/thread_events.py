@@ -1,4 +1,4 @@
-"""Events of a thread for the gRPC call that waits for them."""
+"""Events from a thread to the gRPC call that waits for them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class CallEvents(Generic[E]):
         self._loop.call_soon_threadsafe(self._events.put_nowait, event)
 
     def end(self, error: ClusterError | None = None) -> None:
-        """End the iteration, by raising the error if there is one."""
+        """End the iteration; it raises the error if there is one."""
         self._loop.call_soon_threadsafe(self._events.put_nowait, error)
 
     def __aiter__(self) -> CallEvents[E]:

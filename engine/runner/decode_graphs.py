@@ -8,15 +8,15 @@ kernels. A graph launches the same kernels over the same addresses again, so var
 Block tables stay in place between steps: while the rows are the same, only new cells are copied.
 
 Shapes are part of a graph, so there is one graph for each of a few numbers of tokens, and a batch is padded to the
-next. A padding token belongs to a query group with context 0 and is attended to as zeros; its slot is -1, which is not
-stored, so padding needs no block.
+next. A padding token belongs to a query group with context 0, whose attention result is zero. Its slot is -1, so its KV
+is not stored and padding needs no block.
 
 Rows are cut into query groups (engine/kernels/attention/queries.py), at most one per token: a decoding row is one
-group; a row with a draft, or a short chunk of a prompt, is several. A layer stores the keys of all tokens before any
-token attends to those up to itself. Every group reads the keys again, so only few rows may have several groups.
+group; a row with a draft, or a short chunk of a prompt, is several. A layer stores all tokens' keys before any token
+attends to the keys up to its own. Each group reads its row's keys again, so only few rows may have several groups.
 
-With recurrent layers, each row has one token. The slots of the rows' states are static inputs, too; those of padding
-tokens are -1: zeros are read, and no state is written.
+With recurrent layers, each row has one token. The slots of the rows' states are static inputs, too; a padding token has
+slot -1: it reads zeros and writes no state.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ class DecodeGraphs:
         """Record a step of each size with padding tokens only, which neither read nor write the pool.
 
         compute: from N tokens to their logits (N, V); its launches may depend only on shapes and `longest`. has_states:
-        the model has recurrent layers. num_sizes: only that many of the largest sizes. most_queries: queries per group.
-        max_read_again: limit of the positions that a batch's groups read again, beyond one read per row.
+        the model has recurrent layers. num_sizes: record only that many of the largest sizes. most_queries: queries per
+        group. max_read_again: limit of the positions that a batch's groups read again, beyond one read per row.
         window_of: see KVPool.
         """
         self._sizes = graph_sizes(max_rows)[-(num_sizes or 0) :]
@@ -124,7 +124,7 @@ class DecodeGraphs:
             self._starts_M1 = torch.arange(largest + 1, dtype=torch.int64, device=device)
         # In layers with a window.
         self._window_tables_MB = None if window_of is None else torch.zeros_like(self._tables_MB)
-        self._last: tuple[int, Any] = (0, None)  # number and block tables of the step that are in place
+        self._last: tuple[int, Any] = (0, None)  # number of the step whose block tables are in place, and the tables
         self._logits_MV = torch.zeros(largest, vocab_size, dtype=torch.float32, device=device)
         # Largest first: the other graphs reuse its memory.
         self._replays = {size: capture(partial(self._step, size)) for size in reversed(self._sizes)}

@@ -20,8 +20,8 @@ from engine.runner.decode_graphs import Capture, DecodeGraphs, graph_sizes
 
 # R positions with logits, N rows that a graph computes, V vocabulary
 
-# KV that a replayed step may read repeatedly. An H100 reads it in 1.3 ms, less than launching a step kernel by kernel
-# takes (320 kernels for Llama 8B).
+# Bytes of KV that a replayed step may read repeatedly. An H100 reads them in 1.3 ms, less than it takes to launch a
+# step kernel by kernel (320 kernels for Llama 8B).
 READ_AGAIN_BYTES = 4 * GIB
 
 
@@ -47,7 +47,7 @@ class RecordedSteps:
 
 @dataclass(frozen=True, kw_only=True)
 class Recorder:
-    """Records the decode steps of one rank's model. All ranks record the same steps in the same order."""
+    """Recorder of decode steps of one rank's model. All ranks record the same steps in the same order."""
 
     model: Transformer
     max_rows: int
@@ -63,7 +63,7 @@ class Recorder:
     def record(
         self, pool: KVPool, capture: Capture, *, max_context: int, num_sizes: int | None = None
     ) -> RecordedSteps:
-        """Record the steps. num_sizes: only that many of the largest sizes."""
+        """Record the steps. num_sizes: record only that many of the largest sizes."""
         static_aux_hidden_states = None if self.tapped is None else self._static_aux_hidden_states(self.tapped)
 
         def compute(batch: DeviceBatch, state_slots: StateSlots | None) -> Tensor:

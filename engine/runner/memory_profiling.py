@@ -25,8 +25,8 @@ _NUM_BLOCKS = 16
 _NUM_GRAPHS = 4  # recorded to measure the memory of one more
 # Four times engine.model.transformer.SLICE_BYTES: bf16, fp32, and intermediate results.
 _SCORED_BYTES = 128 << 20
-# Per logit. An upper bound from sorting the vocabulary for top-p and summing in fp64; the GPU sampler does neither any
-# more. A GPU test (tests/engine/runner/test_device_memory.py) fails if it is too small.
+# Bytes per logit: an upper bound from a sampler that sorted the vocabulary for top-p and summed in fp64. The present
+# GPU sampler needs less. A GPU test (tests/engine/runner/test_device_memory.py) fails if it is too small.
 SAMPLING_BYTES = 64
 
 
@@ -105,7 +105,7 @@ class MemoryTrial:
 
 
 def largest_batch(*, max_tokens: int, max_rows: int, max_context: int, block_size: int) -> Batch:
-    """Return a batch of the most rows, all at the end of the longest context.
+    """Return a batch with as many rows as the limits allow, all at the end of the longest context.
 
     One row is a prompt with all the remaining tokens; each row wants logits.
     """
@@ -131,9 +131,8 @@ class _Measured:
         return replay
 
     def bytes_of(self, num_graphs: int) -> int:
-        """Extrapolate from the recordings.
-
-        The first graph takes the shared memory and static inputs, each further one only its launches.
+        """Extrapolate from the recordings. The first graph also takes the shared memory and static inputs, each further
+        graph only its launches.
         """
         before, first, last = self._free[0], self._free[1], self._free[-1]
         each = max(0, first - last) / max(1, len(self._free) - 2)

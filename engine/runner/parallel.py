@@ -39,7 +39,7 @@ class TensorParallel:
     def __init__(self, *, rank: int = 0, size: int = 1) -> None:
         self.rank = rank
         self.size = size
-        # A PrefixStore does not keep a store written in Python alive.
+        # Keep this reference: a PrefixStore does not keep a store written in Python alive.
         self._root: Store | None = None
         self._store: Store | None = None
         self._control: Any = None
@@ -145,7 +145,7 @@ class TensorParallel:
     def broadcast(self, numbers: Ints | None = None) -> Ints:
         """Send rank 0's array (int64, flat) to every rank; the others pass None.
 
-        They wait up to the group's timeout, so an idle leader must send something now and then.
+        The others wait at most the group's timeout, so an idle rank 0 must broadcast at shorter intervals.
         """
         assert (numbers is not None) == self.is_leader
         if self.size == 1 and numbers is not None:

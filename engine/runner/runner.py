@@ -46,7 +46,7 @@ _CPU_KV_GIB = 1.0
 
 
 class ModelRunner:
-    """Computes batches. Owned by the step thread; every rank of a replica calls `forward` with the same batches."""
+    """Executor of batches. Owned by the step thread; every rank of a replica calls `forward` with the same batches."""
 
     def __init__(
         self,
@@ -230,7 +230,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def copy(self, orders: Orders) -> None:
-        """Change the parts of blocks, and copy the blocks of sequences that fork inside them, and state slots."""
+        """Update the parts of blocks. Copy the blocks inside which sequences fork, and state slots."""
         self.pool.attach(orders.parts)
         if orders.copies:
             self.settle()
@@ -314,7 +314,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _compute_largest(self, batch: Batch, pool: KVPool) -> None:
-        """Compute a step and its drafting over a pool that is not the rank's. Keeps nothing."""
+        """Compute a step and its drafting over a temporary pool. Keeps nothing."""
         if self.heads is None:
             self._model(batch, pool, None)
             return

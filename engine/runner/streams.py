@@ -46,7 +46,7 @@ class Event(Protocol):
 
 
 class DeviceStream(Protocol):
-    """Private stream beside the one that computes."""
+    """Private stream in addition to the one that computes."""
 
     @property
     def handle(self) -> int:
@@ -118,9 +118,9 @@ def _streams_of(device: torch.device) -> Streams:
 class CudaStreams:
     """Streams of a GPU.
 
-    Not torch's streams: torch has 32 and hands them out in turn, so with many links one would wait for another's work.
-    These are driver streams. They are never destroyed; a closed one is reused, with the memory that torch caches for
-    it.
+    These are driver streams. Torch has only 32 streams and hands them out in turn, so with many links one would wait
+    for another's work. Driver streams are never destroyed; a closed one is reused, with the memory that torch caches
+    for it.
     """
 
     is_at_once = False

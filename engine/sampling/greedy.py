@@ -16,7 +16,7 @@ from engine.sampling.penalties import Penalties
 
 # R rows, V vocabulary, U penalised tokens of all rows
 
-# Logits that one thread processes before another one would have woken up.
+# Number of logits that one thread processes in the time that waking another thread takes.
 _FEW = 1 << 16
 
 

@@ -33,9 +33,9 @@ def logprobs_of(logits_NV: Tensor, ids_N: Tensor, *, num_top: int) -> Logprobs:
 
 
 def row_sums(x_NV: Tensor) -> Tensor:
-    """-> (N, 1) fp64. The bits of a row do not depend on N.
+    """Return row sums (N, 1) fp64. The bits of a row do not depend on N.
 
-    Torch's `sum` splits a single row over threads, but not one row among others.
+    Torch's `sum` would split a single row over threads, but not one row among others.
     """
     return x_NV.cumsum(dim=-1, dtype=torch.float64)[:, -1:]
 

@@ -90,14 +90,14 @@ class SamplingRow:
     tokens: Seq[int]  # prompt and generated tokens
     num_prompt_tokens: int
     mask: TokenMask | None = None  # None: all tokens are allowed
-    ruled: TokenRuleTensors | None = None  # token rules, shared between choices; made here if None
-    # Tokens before the one to be chosen that are not in `tokens`. During planning: those that the previous step is
-    # choosing, 0 or 1. See also `behind`.
+    ruled: TokenRuleTensors | None = None  # token rules, shared between choices; built here if None
+    # Number of tokens before the one to be chosen that are not in `tokens` yet. While a step is planned, 0 or 1: the
+    # previous step is choosing it. See also `behind`.
     num_in_flight: int = field(default=0, init=False)
     # Set by the sampler if the constraints allow no token.
     is_contradicted: bool = field(default=False, init=False)
     has_penalties: bool = field(init=False, repr=False)
-    # More than the greatest logit is needed, apart from the mask.
+    # True if the choice needs more than the greatest logit and the mask.
     has_options: bool = field(init=False, repr=False)
     _reads_tokens: bool = field(init=False, repr=False)
     _filters: tuple[int, ...] | None = field(default=None, init=False, repr=False)
@@ -143,7 +143,7 @@ class SamplingRow:
     def behind(self, num_drafted: int) -> SamplingRow:
         """Return the row that chooses the token `num_drafted` positions later, whatever the tokens in between are.
 
-        Only unless `is_sequential(num_drafted)`. A plain greedy row, the usual case, is the same at every position.
+        Do not call if `is_sequential(num_drafted)`. A plain greedy row, the usual case, is the same at every position.
         """
         if not self.has_options and self.mask is None:
             return self
@@ -187,7 +187,7 @@ class SamplingRow:
         return self.mask is not None and self.sampling.num_logprobs is None
 
     def known_token(self) -> int | None:
-        """Return the token that any logits would lead to; None if it depends on them or logprobs are requested."""
+        """Return the next token if the mask forces it; None if it depends on logits or if logprobs are requested."""
         if self.mask is None or self.sampling.num_logprobs is not None:
             return None
         token_id = self.mask.only(self.tokens, self.num_prompt_tokens)

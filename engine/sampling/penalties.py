@@ -62,17 +62,17 @@ class Penalties:
         self._sort(len(prompt))
 
     def __len__(self) -> int:
-        """N"""
+        """Return N, the number of penalised tokens."""
         return len(self._counts)
 
     @property
     def token_ids(self) -> NDArray[np.int32]:
-        """(N,)"""
+        """Penalised tokens (N,)."""
         return self._ids[: len(self)]
 
     @property
     def taken(self) -> NDArray[np.float32]:
-        """(N,)"""
+        """Amounts (N,) to subtract from their logits."""
         return self._taken[: len(self)]
 
     def note(self) -> None:

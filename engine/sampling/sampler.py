@@ -123,7 +123,7 @@ def _apply_rules(logits_RV: Tensor, rows: Seq[tuple[int, SamplingRow, TokenRuleT
 
 
 def _pairs(rows: Seq[tuple[int, Seq[int] | NDArray[np.int64]]]) -> NDArray[np.int64]:
-    """(2, U): the row and the token of each."""
+    """Return (2, U): row and token of each pair."""
     rows_U = np.repeat([i for i, _ in rows], [len(tokens) for _, tokens in rows])
     return np.stack((rows_U, np.concatenate([tokens for _, tokens in rows])))
 
@@ -135,7 +135,7 @@ def _set_impossible(logits_RV: Tensor, pairs_2U: NDArray[np.int64]) -> None:
 
 
 def choose_by_kernel(logits_RV: Tensor, rows: Seq[_NumberedRow]) -> Tensor:
-    """-> (R,) int32, see launch_choice. rows: those that are not plain."""
+    """Return the chosen ids (R,) int32; see launch_choice. rows: those that are not plain."""
     if penalties := {i: row.penalties() for i, row in rows if row.has_penalties}:
         penalise(logits_RV, penalties)
     drawing = [(i, row) for i, row in rows if not row.sampling.is_greedy]

@@ -11,7 +11,7 @@ from core.types.request import TokenRules
 
 
 class TokenRuleTensors:
-    """Immutable after construction; shared by all choices of a request."""
+    """Token rules as arrays. Immutable; shared by all choices of a request."""
 
     def __init__(self, rules: TokenRules) -> None:
         self.biased = np.array([token_id for token_id, _ in rules.logit_bias], np.int64)

@@ -18,7 +18,7 @@ class Admission(Protocol):
 
     @property
     def num_running(self) -> int:
-        """Sequences that run, or will run as soon as their KV is here; limited by max_running."""
+        """Sequences that run, or will run as soon as their KV is in the pool; limited by max_running."""
         ...
 
     def ahead(self) -> list[Prompt]:
@@ -35,10 +35,10 @@ class Admission(Protocol):
 
 
 class AdmitWithRoomToGrow:
-    """Admits every prompt that fits, because other replicas may be waiting to fill its blocks.
+    """Policy that admits every prompt that fits, because other replicas may be waiting to fill its blocks.
 
     Each decoding sequence keeps one free block to grow into. Preempted sequences come before new prompts, except
-    prompts of tenants that hold less than their share: for these, sequences of the tenant holding most are preempted.
+    prompts of tenants that hold less than their share: to admit these, the tenant holding most is preempted.
     """
 
     def __init__(self, blocks: BlockManager, prompts: PromptQueue, decoding: Decoding, *, max_running: int) -> None:
@@ -106,7 +106,7 @@ def _is_offline(prompt: Prompt) -> bool:
 
 
 class AdmitOnDemand:
-    """Admits a prompt when the step has budget for a chunk of it.
+    """Policy that admits a prompt when the step has budget for a chunk of it.
 
     A prompt with a prefix to fetch is admitted earlier, if there is room for it and for all prompts before it. Local
     decodes without room are skipped.

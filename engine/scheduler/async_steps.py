@@ -3,10 +3,10 @@
 Step n + 1 is planned as if no row of step n ended. Its rows read their tokens on the device from the sampler's output
 of step n, and sequences keep their state from before n until those tokens arrive.
 
-If a sequence ends or is removed in step n, its row of n + 1 is wasted. The position that row wrote lies behind all
+If a sequence ends or is removed in step n, its row of n + 1 is wasted. The position that this row wrote lies after all
 computed positions, in a private block that is not full. So it cannot be found in the cache, and the next owner of the
-block is ordered after it on the device. The row also advances the sequence's state, if the model has recurrent layers;
-the same holds for its slot. A checkpoint due between n and n + 1 is copied on the device between the two; it only
+block is ordered after it on the device. With recurrent layers the row also advances the sequence's state; the same
+holds for the slot of that state. A checkpoint due between n and n + 1 is copied on the device between the two; it only
 depends on tokens that were known before n.
 """
 
@@ -30,7 +30,7 @@ def may_be_followed(step: ScheduledStep, running: Collection[Sequence]) -> bool:
 
 
 def expect(step: ScheduledStep, running: Collection[Sequence]) -> list[Sequence]:
-    """Mark the running sequences that this step chooses a token for as having one in flight, and return them."""
+    """Return the running sequences that get a token from this step, after marking that token as in flight."""
     in_flight = [sequence for sequence, _ in step.decoding if sequence in running]
     for sequence in in_flight:
         sequence.sampling_row.num_in_flight = 1

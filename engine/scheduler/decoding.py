@@ -57,7 +57,7 @@ class Decoding:
         return self._next_tokens(self._preempt_until_room(list(sequences)))
 
     def _next_tokens(self, sequences: list[Sequence]) -> NextTokens:
-        # Usually they are those of the step before.
+        # Usually the rows are those of the previous step.
         if sequences != self._rows.sequences:
             self._rows = DecodingRows(sequences)
         return NextTokens(self._rows)
@@ -84,11 +84,11 @@ class Decoding:
         return all(held[tenant] + num_blocks <= held[other] for other in than)
 
     def preempt_for_tenant(self, tenant: str, num_blocks: int, *, num_missing: int, parts_missing: int = 0) -> bool:
-        """Preempt other tenants' sequences until a tenant that needs `num_blocks` has `num_missing` more available.
+        """Preempt sequences of richer tenants to make room for `tenant`, which needs `num_blocks`.
 
-        And `parts_missing` more parts of layers with a window. Only tenants that keep at least as many blocks as this
-        tenant would have lose any, and the youngest sequence of the tenant holding most goes first. Preempts none and
-        returns False if that is not enough.
+        Frees `num_missing` blocks and `parts_missing` parts of layers with a window. Each victim's tenant keeps at
+        least as many blocks as `tenant` would then have. The youngest sequence of the tenant holding most goes first.
+        Returns False, and preempts none, if that does not free enough.
         """
         held, victims = _blocks_by_tenant(self.running), list[Sequence]()
         own = held.pop(tenant, 0) + num_blocks
@@ -121,7 +121,7 @@ class Decoding:
             self._preempt(victim)
 
     def preempt_for_parts(self, num_missing: int) -> None:
-        """Preempt sequences, in the same order, until they have returned `num_missing` reserved parts or none runs."""
+        """Preempt as `preempt_for` does, until `num_missing` reserved parts have been returned or no sequence runs."""
         while num_missing > 0 and self.running:
             victim = _youngest_of_largest(list(self.running), _blocks_by_tenant(self.running))
             num_missing -= victim.parts.reserved

@@ -20,9 +20,9 @@ MAX_KNOWN = 32
 def append_forced(
     sequences: Iterable[Sequence], budget: int, blocks: BlockManager
 ) -> list[tuple[Sequence, SampledToken]]:
-    """Append up to `budget` forced tokens to sequences that are about to compute their last one, in order.
+    """Append up to `budget` forced tokens, sequence by sequence. Each sequence is about to compute its last token.
 
-    Never preempts for them. Returns the tokens in order. If one finishes its sequence, that sequence has no row.
+    Never preempts to make room. Returns the tokens in order. A sequence that a forced token finishes gets no row.
     """
     known: list[tuple[Sequence, SampledToken]] = []
     for sequence in sequences:

@@ -1,7 +1,7 @@
 """Local decodes: answers that a prefill replica finishes itself while no decode replica has room for them.
 
-They get a share of its rows and blocks, so that prompts continue beside them. A prompt larger than the remaining blocks
-preempts them.
+They get only a share of its rows and blocks, so that prompts continue to be computed. A prompt larger than the
+remaining blocks preempts them.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class LocalDecodes:
         return is_within and self._leaves_parts(sequence)
 
     def preempt_for(self) -> None:
-        """Preempt local decodes for the first waiting prompt if it could never fit beside their share, or their parts.
+        """Preempt local decodes for the first waiting prompt if their share, or their parts, leave no room for it.
 
         A sequence that exceeds the share counts with its own size. Called before the rows of a step are chosen.
         """
@@ -84,7 +84,7 @@ class LocalDecodes:
             self._decoding.preempt_for(missing)
 
     def _first_that_cannot_fit(self, num_blocks: int) -> Prompt | None:
-        """Return the first waiting prompt if it does not fit beside the larger of the share and `num_blocks` blocks."""
+        """Return the first waiting prompt if the share, or `num_blocks` if larger, leaves it too few blocks."""
         first = self._first_to_ship()
         left = self._blocks.num_blocks - max(self._max_blocks, num_blocks)
         return first if first and first.sequence.num_blocks_for(len(first.sequence.tokens)) > left else None
@@ -93,7 +93,7 @@ class LocalDecodes:
         return next((prompt for prompt in self._prompts.waiting if not prompt.is_local_decode), None)
 
     def _parts_missing(self, *more: Sequence) -> int:
-        """Return the parts that the first waiting prompt lacks as long as local decodes run, `more` included."""
+        """Return how many parts the first waiting prompt lacks while the local decodes run, `more` included."""
         windows = self._blocks.windows
         if windows is None or not (first := self._first_to_ship()):
             return 0
@@ -102,7 +102,7 @@ class LocalDecodes:
         return windows.num_for(first.sequence.ends_at) + num_held - windows.num_reservable
 
     def _leaves_parts(self, sequence: Sequence, *, num_choices: int = 1) -> bool:
-        """Return True if a prompt can reserve its parts beside those of the choices, or if no layer frees blocks."""
+        """Return True if a prompt can reserve its parts in addition to the choices', or if no layer frees KV."""
         if (windows := self._blocks.windows) is None:
             return True
         num_of_prompt = most_parts(windows.window, windows.block_size)
@@ -113,5 +113,5 @@ class LocalDecodes:
 
 
 def _blocks_to_resume(sequence: Sequence) -> int:
-    """Return the blocks needed to resume: for one token more than there are."""
+    """Return the number of blocks needed to resume: for all its tokens and one more."""
     return sequence.num_blocks_for(len(sequence.tokens) + 1)

@@ -32,7 +32,7 @@ class DecodingRows:
 
 
 class NextTokens:
-    """Plan of a step with one token per row, made for the number of tokens known or in flight."""
+    """Plan of a step with one token per row: the last one, which may still be in flight."""
 
     def __init__(self, rows: DecodingRows) -> None:
         self.rows = rows
@@ -51,5 +51,5 @@ class NextTokens:
         return bool(np.count_nonzero(self.ends_R >= self.rows.limits_R))
 
     def token_ids(self) -> Ints:
-        """(R,) 0 for a token in flight."""
+        """Return the token ids (R,); 0 for a token in flight."""
         return np.array([0 if row.num_in_flight else row.tokens[-1] for row in self.rows.sampling_rows], dtype=np.int64)

@@ -11,7 +11,7 @@ from core.types.prompt_logprobs import PromptLogprobs
 
 @dataclass(frozen=True, slots=True)
 class ScoredRow:
-    """Chunk of a scored prompt: its first positions and the tokens that follow them."""
+    """Chunk of a scored prompt. Its first positions predict `next_tokens`, whose log-probabilities are requested."""
 
     row: int  # row of the step
     next_tokens: Seq[int]  # at least one

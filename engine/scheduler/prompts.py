@@ -77,7 +77,7 @@ class Prompt:
 
     @property
     def fetch_end(self) -> int:
-        """End of the positions to fetch, if they are not here."""
+        """End of the positions that a fetch would bring."""
         return self.sequence.num_reusable(self.num_offered)
 
     def take_scores(self) -> PromptLogprobs:
@@ -112,8 +112,8 @@ class Prompt:
 class PromptQueue:
     """Prompts by state. Owned by the step thread.
 
-    A prompt gets all its blocks on admission, so it can always complete. Smaller priorities go first, from the next
-    chunk on; within a priority the order of arrival holds, however long a fetch took.
+    A prompt gets all its blocks on admission, so it can always complete. Smaller priorities go first and overtake
+    between chunks. Within a priority the order of arrival holds, however long a fetch took.
     """
 
     def __init__(self, blocks: BlockManager, *, max_waiting: int) -> None:
@@ -164,7 +164,7 @@ class PromptQueue:
     def admit(self, prompt: Prompt) -> bool:
         """Allocate the blocks of a waiting prompt. Returns False if there is no room.
 
-        The prompt then is computing, fetching or reserved.
+        The prompt is then computing, fetching or reserved.
         """
         sequence, windows = prompt.sequence, self._blocks.windows
         loads_checkpoints = prompt.is_loaded and (self._blocks.states is not None or windows is not None)
@@ -177,7 +177,7 @@ class PromptQueue:
             self.reserved[prompt] = None
         elif prompt.fetch_end > prompt.num_cached or load_end:
             if windows:
-                # The fetch brings the parts that the query behind it sees.
+                # The fetch brings the parts that the first query after it sees.
                 sequence.parts.advance(windows.first_seen(prompt.fetch_end), windows)
                 sequence.parts.extend(sequence.blocks, prompt.fetch_end // sequence.block_size, windows)
             insort(self.fetching, prompt, key=_turn)
@@ -197,7 +197,7 @@ class PromptQueue:
     def fetch_failed(self, prompt: Prompt) -> None:
         """Free the blocks of a prompt whose fetch failed, and let it wait again without the offer.
 
-        The caller has removed the blocks that may still be written from its table, and owns them.
+        The caller must have removed from its table the blocks that may still be written, and owns them.
         """
         self.fetching.remove(prompt)
         prompt.num_offered = 0
@@ -205,7 +205,7 @@ class PromptQueue:
         insort(self.waiting, prompt, key=_turn)
 
     def take_fetched(self) -> list[Prompt]:
-        """Remove and return the fetch-only prompts that have all there is. Their blocks are the caller's."""
+        """Remove and return the fetch-only prompts that have fetched all they can. Their blocks are the caller's."""
         finished = [prompt for prompt in self.computing if prompt.fetch_only]
         finished += [prompt for prompt in self.waiting if prompt.fetch_only and not self.has_offer(prompt)]
         for prompt in finished:
@@ -224,7 +224,7 @@ class PromptQueue:
         return prompt.sequence.is_behind(others, self._blocks)
 
     def has_offer(self, prompt: Prompt) -> bool:
-        """Return True if the offer exceeds the cached prefix. Drop the offer otherwise: fetches never leave a gap."""
+        """Return True if the offer exceeds the cached prefix. Otherwise drop the offer, which would bring nothing."""
         sequence, blocks = prompt.sequence, self._blocks
         if prompt.num_offered and blocks.match_reusable(sequence.hashes()) * sequence.block_size >= prompt.fetch_end:
             prompt.num_offered = 0
@@ -255,8 +255,8 @@ def allocate(
 ) -> bool:
     """Allocate blocks for all tokens of a sequence and `room` more. False, taking nothing, if there is no room.
 
-    load_end: tokens up to which the prefix will be loaded, with the checkpoints needed behind it. So every cached block
-    of it is reused, except those that lack a part to load. 0: none is loaded.
+    load_end: end of the prefix that will be loaded from a lower tier, with the checkpoints needed after it; 0: none.
+    All cached blocks of that prefix are reused, except those that lack a part to load.
     """
     states, num_blocks = blocks.states, sequence.num_blocks_for(len(sequence.tokens) + room)
     if states and not states.num_available:
@@ -295,7 +295,7 @@ def num_parts(sequence: Sequence, windows: WindowManager, room: int) -> int:
 def _start_parts(sequence: Sequence, windows: WindowManager, source: KVSource, *, room: int) -> None:
     """Reserve a sequence's parts, hold those of its cached blocks, and attach those that another replica ships.
 
-    That replica ships what the first query computed here sees; see CacheShape.window_start.
+    The other replica ships the parts that this replica's first query sees; see CacheShape.window_start.
     """
     parts, table, num_cached = sequence.parts, sequence.blocks, sequence.num_computed // sequence.block_size
     parts.reserve(num_parts(sequence, windows, room), windows)
@@ -316,7 +316,7 @@ def num_needed(prompt: Prompt, blocks: BlockManager, num_blocks: int) -> int:
 def _reusable(sequence: Sequence, blocks: BlockManager, source: KVSource) -> list[bytes]:
     """Return the hashes of the leading blocks that need not be computed or shipped if they are cached."""
     hashes = _reusable_if_cached(sequence, blocks, source)
-    # With a handoff comes a state, but no parts of blocks that are not shipped.
+    # A handoff brings a state, but no parts of blocks that it does not ship.
     is_limited = blocks.windows is not None or _needs_checkpoint(blocks, source)
     return hashes[: blocks.match_reusable(hashes)] if is_limited else hashes
 
@@ -329,8 +329,8 @@ def _needs_checkpoint(blocks: BlockManager, source: KVSource) -> bool:
 def _reusable_if_cached(sequence: Sequence, blocks: BlockManager, source: KVSource) -> list[bytes]:
     """Return the hashes of the leading blocks that a prompt may reuse, whether or not there are checkpoints.
 
-    A prompt's last token is computed, because its logits are needed; a sequence shipped while it decodes lacks it, too.
-    A handoff of a prompt may ship nothing, except with a state: that comes with at least one position.
+    A prompt's last token is always computed, because its logits are needed; a sequence shipped while it decodes lacks
+    its last KV, too. The handoff of a prompt may ship no position, except with a state, which comes with at least one.
     """
     num_tokens = len(sequence.tokens)
     may_be_whole = source is KVSource.PREFILL and not blocks.states

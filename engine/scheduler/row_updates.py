@@ -67,7 +67,7 @@ class LastRows:
         )
 
     def next_tokens(self, planned: NextTokens) -> RowChanges | None:
-        """Return the difference to a pure decode step.
+        """Return the difference from the last step to a pure decode step.
 
         None unless it adds exactly one token to every row of the last step.
         """

@@ -23,7 +23,8 @@ from engine.sampling.params import SamplingRow
 from engine.sampling.token_masks import TokenRuleTensors
 from engine.scheduler.prompt_scoring import ScoredRow
 
-# Steps without a draft until an empty tally is reported. A client that disconnects earlier does not get them.
+# Number of steps without a draft after which an empty tally is reported. An answer that is aborted earlier reports
+# none.
 _REPORT_STEPS = 32
 
 
@@ -62,8 +63,8 @@ class Sequence:
         self.num_computed = 0
         self.blocks: list[int] = []
         self.parts = HeldParts()
-        # Of a model with recurrent layers: the slot of its state, then slots that the scheduled step writes beside it,
-        # for checkpoints and drafts. Numbered as in BlockManager.
+        # With recurrent layers: the slot of its state, then the other slots that the scheduled step writes, for
+        # checkpoints and drafts. Numbered as in BlockManager.
         self.state_slots: list[int] = []
         self.state_index = 0  # index of the first one in the pool
         # Planned checkpoints of its state: positions, in ascending order.
@@ -76,13 +77,13 @@ class Sequence:
         self.ends_at = min(request.num_prompt_tokens + request.sampling.max_tokens, max_context)
         self.drafts: DraftTally | None = None  # since the last `take_drafts`; None if drafting is off
         self.stops = frozenset(request.sampling.stop_token_ids)
-        # Forced tokens stop here, because the replica that it moves to has room for this many.
+        # Limit for forced tokens: the replica to which this sequence moves has room for this many tokens.
         self.most_tokens = max_context
         self.block_size = block_size
         self.model = model
         self._root = root_hash(model, adapter=request.adapter, salt=request.salt)
         self._hashes = list(hashes)  # of the full blocks of `tokens`, computed on demand
-        # The number of computed positions at which the next block is full and becomes findable.
+        # The number of computed positions at which the next block is full and enters the prefix cache.
         self.fills_block_at = block_size
         self._depth = 0  # cached-prefix length at the last lookup, in blocks
 
@@ -131,14 +132,15 @@ class Sequence:
     def is_behind(self, others: Collection[Sequence], blocks: BlockManager) -> bool:
         """Return True if one of `others`, which are being computed, will fill the first block missing here.
 
-        With states: if one will make a checkpoint behind the last one that is usable here.
+        With recurrent states, check instead whether one will make a checkpoint after the last one usable here.
         """
         if self.is_scored:
             return False
         if blocks.states:
             return any(other.will_checkpoint_for(self, blocks.match_reusable(self.hashes())) for other in others)
         if blocks.windows:
-            # A block that is here may lack its part, which another sequence brings only if it has yet to compute it.
+            # A cached block may lack its part. Another sequence brings the part only if it still has to compute the
+            # block.
             depth = blocks.match_reusable(self.hashes())
             others = [other for other in others if other.num_computed < (depth + 1) * self.block_size]
             wanted = self._hashes[depth : depth + 1]
@@ -184,7 +186,7 @@ class Sequence:
     def start_state(self, slot: int, states: StateManager, *, num_cached: int) -> None:
         """Use a state slot, and plan checkpoints at the end of the cached blocks and of the prompt's last full block.
 
-        num_cached: blocks in the cache, which may end behind the checkpoint that the sequence continues from.
+        num_cached: number of cached blocks, which may end after the checkpoint that the sequence continues from.
         """
         self.use_state(slot, states)
         ends = {num_cached * self.block_size, self.num_reusable(len(self.tokens))}
@@ -197,7 +199,7 @@ class Sequence:
     def checkpoint_state(self, states: StateManager) -> None:
         """Copy its state to a checkpoint, if one is planned at the next position to compute.
 
-        Behind the last planned one, plan the next multiple of `states.interval`.
+        If no further one is planned, plan one at the next multiple of `states.interval`.
         """
         position = self.num_computed + self.num_in_flight
         while self.checkpoints_at and self.checkpoints_at[0] <= position:
@@ -208,9 +210,9 @@ class Sequence:
             self.checkpoints_at = [(position // states.interval + 1) * states.interval]
 
     def keep_passed(self, slots: list[int], states: StateManager) -> None:
-        """Make a planned checkpoint of a state that the last step passed, and remove its slot from `slots`.
+        """Turn a state that the last step passed into a checkpoint, if one is planned at its position.
 
-        slots: of the states at the last positions before the next one to compute.
+        Removes its slot from `slots`, which has those of the states at the last computed positions, in order.
         """
         first = self.num_computed - len(slots)
         if self.checkpoints_at and first <= self.checkpoints_at[0] < self.num_computed:
@@ -219,7 +221,7 @@ class Sequence:
             self._replace_checkpoint(position, states)
 
     def _replace_checkpoint(self, position: int, states: StateManager) -> None:
-        """Forget the answer's checkpoint before this one: an answer keeps one, a prompt all."""
+        """Forget the answer's previous checkpoint: an answer keeps only its last one, a prompt keeps all."""
         if position > self.request.num_prompt_tokens:
             prefix_hash = self._hash_before(position)
             if prefix_hash != self._last_checkpoint:
@@ -227,7 +229,7 @@ class Sequence:
             self._last_checkpoint = prefix_hash
 
     def checkpoint_fetched(self, states: StateManager) -> None:
-        """Copy its state, which is that after a fetched prefix, to a checkpoint."""
+        """Copy the state to a checkpoint after a prefix was fetched."""
         states.checkpoint(self.state_slots[0], self._hash_before(self.num_computed))
 
     def take_checkpoint_slots(self, num_tokens: int, states: StateManager) -> list[tuple[int, int]]:
@@ -357,19 +359,19 @@ class Sequence:
         return mask.failure if mask else ""
 
     def drop_state(self, states: StateManager) -> None:
-        """Free its state slots, whose content is not its state any more. Its checkpoints stay findable."""
+        """Free the state slots, which no longer hold this sequence's state. Its checkpoints stay in the cache."""
         states.free(self.state_slots)
         self.state_slots, self.checkpoints_at, self._unfilled = [], [], []
 
     def leave_out(self, blocks: Collection[int]) -> None:
-        """Remove these blocks, or its state slot, without freeing them."""
+        """Remove these blocks, or the state slot, from this sequence without freeing them."""
         removed = set(blocks)
         self.blocks = [block for block in self.blocks if block not in removed]
         self.parts.leave_out(removed)
         self.state_slots = [slot for slot in self.state_slots if slot not in removed]
 
     def release(self, blocks: BlockManager) -> None:
-        """Free all blocks and state slots. Cached ones stay findable until their space is needed."""
+        """Free all blocks and state slots. Cached ones can be reused until their space is needed."""
         if blocks.windows:
             self.parts.release(blocks.windows)
         blocks.free(self.blocks + self.state_slots)

@@ -59,7 +59,7 @@ class ScheduledStep:
     def take_early_results(self, ahead: ScheduledStep) -> None:
         """Move the results that planning `ahead` produced into this step.
 
-        They are final already, and their sequences may leave before that step completes.
+        These results are final, and their sequences may leave before `ahead` completes.
         """
         self.known, ahead.known = self.known + ahead.known, []
         self.fetched, ahead.fetched = self.fetched + ahead.fetched, []
@@ -121,7 +121,7 @@ class ScheduledStep:
 
     @cached_property
     def changes(self) -> RowChanges:
-        """Difference to the rows of the step before, computed on first use."""
+        """Difference from the rows of the previous step, computed on first use."""
         if self.next_tokens and (changes := self.last_rows.next_tokens(self.next_tokens)):
             return changes
         sequences = [sequence for sequence, _ in self.decoding] + [prompt.sequence for prompt, _ in self.prompts]
@@ -160,7 +160,7 @@ class StepResult:
 
 
 class Runner(Protocol[Logits]):
-    """Executes steps: a model in this process, the leading rank of a gang, or a simulator."""
+    """Executor of steps: a model in this process, the leading rank of a gang, or a simulator."""
 
     def execute(self, step: ScheduledStep | None, orders: Orders, /) -> Logits | None:
         """Carry out the orders, then compute the step, if there is one.
@@ -172,10 +172,10 @@ class Runner(Protocol[Logits]):
 
 
 class KVConnector(Protocol):
-    """Moves KV into and out of an engine's blocks. The engine calls it twice per step.
+    """Transfer of KV into and out of an engine's blocks. The engine calls it twice per step.
 
-    Before the rows are chosen, because a prompt whose KV is fetched must not be computed; and after, because a sender
-    must know the rows it ships. Only a prefill replica needs the second call.
+    The first call precedes the choice of rows, because a prompt whose KV is fetched must not be computed. The second
+    follows it, because a sender must know the rows that it ships; only a prefill replica needs this call.
     """
 
     def begin_step(self, admitted: Seq[Prompt]) -> None:
@@ -188,7 +188,7 @@ class KVConnector(Protocol):
     def orders(self, step: ScheduledStep) -> Orders:
         """Return the commands that every rank runs before it computes this step.
 
-        Its rows are chosen and may read tokens of a step in flight, so removals happen in `begin_step` only.
+        The rows are chosen by now and may read tokens of a step in flight, so only `begin_step` removes sequences.
         """
         ...
 

@@ -28,7 +28,7 @@ class ShipOrder:
     blocks: list[int]  # block table, which may have grown
     start: int
     end: int
-    state_slot: int | None = None  # of the state behind `end`, if the model has states
+    state_slot: int | None = None  # of the state after the last of these positions, if the model has states
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class DraftOrder:
 
 @dataclass(frozen=True, slots=True)
 class DeviceTokenOrder:
-    """Transfer of tokens of the batch that the step before chooses, possibly still running.
+    """Transfer of the tokens that the previous step, which may still be running, chooses and this batch computes.
 
     Rank 0 sends them from device to device. See `DeviceTokens`.
     """
@@ -75,7 +75,7 @@ class DeviceTokenOrder:
 
 @dataclass(slots=True)
 class Orders:
-    """Commands in order of execution; then the step's batch is computed, if there is one.
+    """Commands in order of execution. After them, ranks compute the step's batch, if there is one.
 
     Components of rank 0 append to the lists, and the leader sends the object, which is not changed afterwards.
     """

@@ -4,19 +4,19 @@ Order: fair shares among tenants and among the users of a tenant (`fair_queue`),
 earlier arrival. Priorities apply within a tenant only.
 
 Share. While there are several tenants, each runs at most a share of the capacity that the others leave on the decode
-replicas: the dynamic thresholds of Choudhury and Hahne (1998), for buffers. With a share of three quarters, a single
+replicas, like the dynamic buffer thresholds of Choudhury and Hahne (1998). With a share of three quarters, a single
 tenant leaves a quarter free, and k saturating tenants leave one part in 1 + 3k. So the next tenant need not wait for an
 answer to end. A tenant whose first request would exceed the share is parked: its requests stay in the queue, but they
 neither block other tenants nor count in predicted waits.
 
-Room. A request that finds no room blocks all behind it for `hold_s`. For the next `hold_s`, requests that fit may pass
-it, and so on in turns. So a large request can wait for room, and delays others for a bounded time. The same rule
+Room. A request that finds no room blocks all requests behind it for `hold_s`. For the next `hold_s`, requests that fit
+may pass it, and so on in turns. So a large request gets room, and delays others for a bounded time. The same rule
 applies within a tenant to a request over its tenant's share.
 
 Offline requests (priority OFFLINE) are considered only while no online request competes, and block no other request.
 
-Rejection. A request is rejected at arrival or, if predictions hold, never: when the queue is full, when its tenant or
-user already fills its part of the queue, or when its turn would come too late.
+Rejection. A request is rejected on arrival if the queue is full, if its tenant or user already fills its part of the
+queue, or if its turn would come too late. If predictions hold, no request is rejected later.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class AdmissionQueue:
         share: Callable[[], float] = lambda: 1.0,
         free: Callable[[], Places] = lambda: NO_PLACES,
     ) -> None:
-        """share: part of one tenant in the capacity that the others leave; 1 disables the limit.
-        free: free places of all replicas. Both are called for their current value."""
+        """share: maximum part that a tenant takes of the capacity that the others leave; 1 disables the limit. free:
+        free places of all replicas. Both are called for their current value."""
         self._max_waiting = max_waiting
         self._hold_s = hold_s
         self._share = share
@@ -114,7 +114,7 @@ class AdmissionQueue:
             self._has_left(queued, now)
 
     def run(self, take: Take, *, now: float) -> None:
-        """Offer each request whose turn it is to `take`, which returns whether it found room for the request.
+        """Call `take` with each request whose turn has come. It returns whether it found room for the request.
 
         `take` may also remove the request, and add or release others.
         """
@@ -138,7 +138,7 @@ class AdmissionQueue:
         return self._online.ahead(queued) / per_s if per_s else 0.0
 
     def changes_at(self) -> float | None:
-        """Return the time at which a turn ends, so `run` is due even if no room has come free; None if none is on."""
+        """Return the time at which a turn ends, so that `run` is due even without new room; None without a turn."""
         turns = [self._turns, *(tenant.turns for tenant in self._tenants.values())]
         return min((one.end_at for one in turns if one.is_on), default=None)
 
@@ -233,7 +233,7 @@ class AdmissionQueue:
             self._held.pop(tenant, None)
 
     def _has_left(self, queued: QueuedRequest, now: float) -> None:
-        """Forget state that only waiting requests need."""
+        """Forget the state that is kept only while the request waits."""
         if queued.priority >= OFFLINE:
             return
         self._turns.aside.pop(queued, None)
@@ -258,7 +258,7 @@ class AdmissionQueue:
             self._online.move(queued, State.READY)
 
     def _end_turns(self, turns: _Turns) -> None:
-        """Return to the strict order.
+        """Stop the alternation of turns and return to the strict order.
 
         A request that only leaves the queue does not cause this, or a client could reset the turns by resending it.
         """

@@ -1,7 +1,7 @@
 """Inputs and outputs of a routing decision, and the load of each replica. Pure; the simulator uses them, too.
 
-Requests wait in the router rather than on a replica: there they keep their order by priority and tenant, and can still
-go to the replica that has room first. While a request runs, its predicted blocks stay reserved for it.
+Requests wait in the router, not on a replica. The router keeps their order by priority and tenant, and sends each to
+the replica that has room first. While a request runs, its predicted blocks stay reserved for it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class CandidateReplica:
     is_learnt: bool = True  # `timing` comes from the replica's own steps, not from others or defaults
     max_batch_tokens: int  # token limit of a step; longer prompts take several steps
     link_bytes_per_s: float  # rate of outgoing KV
-    held_tokens: int = 0  # prefix tokens on the device, with or without states behind them; 0: as cached_tokens
+    held_tokens: int = 0  # prefix tokens on the device, with or without a state at their end; 0: as cached_tokens
     restore_bytes_per_s: float = 0.0  # rate from lower tiers to the device; 0: no lower tiers
     tokens_per_row: float = 1.0  # tokens that a step yields per sequence; above 1 with drafts
     drafted_per_row: float = 0.0  # draft tokens that a step computes per sequence
@@ -78,7 +78,7 @@ class Option:
     keep_s: float = 0.0  # future cost of the cached blocks that this prompt evicts
     transfer_s: float = 0.0  # KV transfer from prefill to decode replica
     stall_s: float = 0.0  # delay of the decode replica's streams by a local prefill
-    decode_s: float = 0.0  # first tokens of the answer, including the delay of the streams beside it
+    decode_s: float = 0.0  # first tokens of the answer, including the delay of other streams
 
     @property
     def ttft_s(self) -> float:

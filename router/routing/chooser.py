@@ -1,11 +1,11 @@
-"""Choice of the replicas for a request: rules of length, room and past failures, around a policy. Pure.
+"""Choice of the replicas for a request: a policy, limited by rules on length, room and past failures. Pure.
 
-Inputs are the state of the replicas that hold the request (`ReplicaLoad`), where the index finds the prompt's prefix,
-and the request. The output is a `Decision` with its reasons. `router.serving.reservations` gathers the inputs and
-applies the decision.
+Inputs are the request, the state of the replicas that are large enough for it (`ReplicaLoad`), and the places where the
+index finds the prompt's prefix. The output is a `Decision` with its reasons. `router.serving.reservations` gathers the
+inputs and applies the decision.
 
 Local decode. A prefill replica may answer a request alone while the decode replicas are full. The alternative is to
-wait until as many streams have ended as requests wait, this one included. Each request that takes a free place delays
+wait until one stream has ended for each waiting request, this one included. Each request that takes a free place delays
 all later ones by one place, so the whole queue counts. That wait is compared with the cost of answering on the prefill
 replica, where prompts go first and each step of the answer delays them.
 """
@@ -39,7 +39,7 @@ _LONGEST_WAIT_S = 3600.0
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """Room that a request, or the rest of one, needs."""
+    """Room needed by a request, or by the rest of an interrupted one."""
 
     num_tokens: int  # prompt and tokens generated so far
     num_streams: int = 1
@@ -80,8 +80,8 @@ class Decision:
 class Chooser:
     """Chooser of replicas for requests. Stateless apart from `policy`.
 
-    `avoid` holds pairs whose link has failed the request: unless another pair is left, the decode replica computes the
-    prompt itself.
+    The argument `avoid` of its methods holds pairs whose link has failed the request. If no other pair is left, the
+    decode replica computes the prompt itself.
     """
 
     def __init__(self, policy: Policy, *, max_local_tokens: int) -> None:
@@ -200,7 +200,7 @@ class Chooser:
         decodes: Sequence[ReplicaLoad],
         views: Mapping[str, CandidateReplica],
     ) -> Sequence[Option]:
-        """Return the policy's options. Replicas of unlike KV layouts exchange no KV, so each layout is weighed alone.
+        """Return the policy's options. Replicas of different KV layouts exchange no KV: weigh each layout alone.
 
         Decode replicas without a prefill replica of their layout are used only if all lack one.
         """
@@ -254,8 +254,8 @@ def with_room_for_local_decode(prefills: Sequence[ReplicaLoad], need: Need) -> l
 def decode_wait_s(decodes: Sequence[CandidateReplica], *, num_tokens: int, answer_tokens: int, num_ends: int) -> float:
     """Predict the seconds until `num_ends` streams have ended on these full replicas; an hour if they run none.
 
-    num_tokens: context length of a stream. answer_tokens: mean length of answers; running ones are spread evenly over
-    it.
+    num_tokens: context length of a stream. answer_tokens: mean length of answers; assumes uniform progress of running
+    ones.
     """
     per_s = sum(_ends_per_s(view, num_tokens=num_tokens, answer_tokens=answer_tokens) for view in decodes)
     return min(_LONGEST_WAIT_S, num_ends / per_s) if per_s else _LONGEST_WAIT_S

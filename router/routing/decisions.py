@@ -25,7 +25,7 @@ class _Attempt:
     views: Sequence[CandidateReplica]
 
     def best(self, number: int) -> list[dict[str, Any]]:
-        """Return the best options. is_learnt: their replicas have measured their own steps."""
+        """Return the best options. `is_learnt`: the replicas of an option have measured their own steps."""
         unlearnt = {view.replica for view in self.views if not view.is_learnt}
         return [
             asdict(option)

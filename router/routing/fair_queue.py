@@ -8,10 +8,10 @@ client that invents names cannot starve another one.
 
 Ageing. On each level (requests of a user, users of a tenant, tenants) an item has aged when the level has done 16,384
 tokens of work since the item began to wait or had its last turn. The oldest aged item goes next, but aged items get at
-most one token of work in seventeen, so shares hold. The bound: let C be the largest request, and n the number of items
-that were already older when one began to wait. At most 16,384 + 18 (n + 1) C tokens of other work go first, regardless
-of later arrivals: 16,384 and the request that reaches it; then for each of the n its own turn, 16 times as much other
-work and the request that reaches it; and as much once more for the turn before these.
+most one token of work in seventeen, so shares hold. The bound: let C be the largest request, and n the number of older
+items when an item begins to wait. At most 16,384 + 18 (n + 1) C tokens of other work precede it, regardless of later
+arrivals: 16,384 and the request that exceeds them; for each of the n items its turn, 16 times as much other work and
+the request that exceeds it; and as much once more for an earlier turn.
 
 Every operation takes logarithmic time, amortised.
 """
@@ -60,7 +60,7 @@ class State(Enum):
 
 @dataclass(eq=False)
 class QueuedRequest:
-    """A request that waits for its turn, or has waited."""
+    """Request that waits for its turn, or has waited."""
 
     tenant: str
     priority: int  # smaller first, among the requests of its user
@@ -154,7 +154,7 @@ class FairQueue:
         return flow.num_waiting if flow else 0
 
     def ahead(self, queued: QueuedRequest) -> float:
-        """Predict the work that is served before a request that arrives now.
+        """Predict the work that goes before a request that arrives now.
 
         While its tenant is parked, only the tenant's own requests count; otherwise all competing ones.
         """
@@ -226,7 +226,7 @@ class _Flow:
         self._put(flow)
 
     def ahead(self, queued: QueuedRequest, names: Sequence[str]) -> float:
-        """Sum the earlier work of the request's own flow, and the work of each other flow up to an equal share."""
+        """Sum the work ahead of the request in its own flow, and the work of each other flow up to an equal share."""
         if not self._levels:
             return sum(cost for rank, (_, cost) in self._by_kind.items() if rank <= _rank(queued.priority))
         flow = self.flows.get(names[0])

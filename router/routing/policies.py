@@ -1,6 +1,6 @@
-"""Policies by name, for comparison with the one that picks the pair of the lowest predicted cost, in seconds. Pure.
+"""Routing policies by name. `cost` picks the pair of the lowest predicted cost; the others are for comparison. Pure.
 
-The cost:
+The cost, in seconds:
 
     prefill on replica P, decode on replica D
           max(queue of P, fetch)  blocks arrive from a peer or P's lower tier while P computes earlier prompts
@@ -168,7 +168,7 @@ def _decode_s(demand: RoutingRequest, view: CandidateReplica, *, held: int) -> f
 
 
 def _held(view: CandidateReplica) -> int:
-    """Return the tokens that need not be shipped or loaded to a replica: unlike computing, this needs no state."""
+    """Return how many tokens need not be shipped or loaded to a replica. Unlike computing, this needs no state."""
     return view.held_tokens or view.cached_tokens
 
 
@@ -224,7 +224,7 @@ def _idlest(_: RoutingRequest, views: Sequence[View]) -> View:
 
 
 def _nearest(demand: RoutingRequest, views: Sequence[View]) -> View:
-    """Pick the longest cached prefix, or the idlest replica if the prefix is short or the load is uneven."""
+    """Pick the replica with the longest cached prefix, or the idlest if that is short or the load is uneven."""
     streams = [view.num_streams for view in views]
     nearest = max(views, key=lambda view: (view.cached_tokens, -view.queue_s, -view.num_streams))
     if max(streams) - min(streams) > _IMBALANCE or nearest.cached_tokens < _MIN_SHARE * demand.num_tokens:

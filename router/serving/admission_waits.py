@@ -21,8 +21,8 @@ T = TypeVar("T")
 class AdmissionWaits(Generic[T]):
     """Set of tasks that wait for their turn in an AdmissionQueue. Belongs to the event loop.
 
-    Each task passes a `choose`, which reserves room for the request and returns it, or None if none is free. It is
-    called at the request's turn, and again after every `wake`.
+    Each task passes a `choose`, which reserves room for the request and returns the reservation, or None if no room is
+    free. It is called at the request's turn, and again after every `wake`.
     """
 
     def __init__(self, queue: AdmissionQueue, *, queue_s: float) -> None:
@@ -124,8 +124,8 @@ class Admission:
         tenant_share: Callable[[], float],
         metrics: Metrics,
     ) -> None:
-        """queue_s: maximum wait of a request.
-        tenant_share: returns the share of the decode capacity that one tenant may take beside others."""
+        """queue_s: maximum wait of a request. tenant_share: returns the share of the decode capacity that one tenant
+        may take while others compete."""
         self._reservations = reservations
         self._queue_s = queue_s
         self._tenant_share = tenant_share
@@ -184,9 +184,9 @@ class Admission:
             self._waits.leave(queued)
 
     def _may_displace(self, queued: QueuedRequest) -> bool:
-        """Return whether the tenant, with this request, stays within the blocks that others always leave free.
+        """Return whether the tenant, with this request, stays within the blocks that other tenants must leave free.
 
-        If so, a full replica takes the request and preempts answers of other tenants that have grown into these blocks
+        If so, a full replica takes the request and preempts other tenants' answers that have grown into these blocks
         (engine.scheduler.admission_rules).
         """
         held = self._queue.held.get(queued.tenant)

@@ -33,7 +33,7 @@ _STOP_S = 1.0
 
 
 class Attempt:
-    """One try at serving `request`, the remainder of `state`, on `pair`.
+    """One try at serving `request`, which is what remains of `state`, on `pair`.
 
     `state` gets every token once and in order. `run` returns when all choices have finished. It raises ClusterError
     when this pair fails; earlier tokens stay valid. A prefill replica that fails before it has sent a token is replaced
@@ -226,10 +226,10 @@ class Attempt:
             call.cancel()
 
     def _culprit(self, called: Replica, error: ClusterError) -> Culprit:
-        """Return what failed, by the error of a call to `called`.
+        """Return the replica or link to blame for the error of a call to `called`.
 
-        KV that does not arrive is the fault of the link, unless the decode replica waits and the prefill replica has
-        sent nothing.
+        KV that does not arrive is blamed on the link; on the prefill replica if the decode replica reports it before
+        any first token.
         """
         prefill, decode = self._pair.prefill, self._pair.decode
         if not (isinstance(error, TransferError) and prefill and decode):

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 # can crash; progress since the last failure resets the count.
 _MAX_FRUITLESS = 5
 _PROGRESS = 8  # tokens
-_BACKOFF_S, _BACKOFF_GROWTH = 0.02, 4  # per fruitless attempt: five of them outlast a fault of a few seconds
+_BACKOFF_S, _BACKOFF_GROWTH = 0.02, 4  # per fruitless attempt; five of these waits outlast a fault of a few seconds
 _BLAME_S = 10.0  # time for which the request avoids a replica or link that failed
 _MAX_TROUBLE = 200  # characters kept of an attempt's error
 _NO_FAULT = (RequestError, CapacityError, DeadlineExceeded, ClientTooSlow, GrammarNotFollowed, NoTokenAllowed)
@@ -62,8 +62,8 @@ class RouterCore:
         metrics: Metrics,
         tenant_share: Callable[[], float] = lambda: 1.0,
     ) -> None:
-        """model: fingerprint, as in the prefix hashes. queue_s: maximum wait for a replica with room.
-        tenant_share: returns the share of the decode capacity that one tenant may take beside others."""
+        """model: fingerprint, as in the prefix hashes. queue_s: maximum wait for a replica with room. tenant_share:
+        returns the share of the decode capacity that one tenant may take while others compete."""
         self.replicas = replicas
         self.revisions = Revisions()
         self.decisions = Decisions()
@@ -193,7 +193,7 @@ class Relay:
             await asyncio.sleep(_BACKOFF_S * _BACKOFF_GROWTH**fruitless)
 
     def _culprits(self) -> set[Culprit]:
-        """Return the replicas and links that have failed the request lately."""
+        """Return the replicas and links that have recently failed the request."""
         return {culprit for culprit, at in self._failed.items() if self._now() < at + _BLAME_S}
 
     async def _attempt(self, choices: tuple[int, ...], pair: Pair | None) -> None:

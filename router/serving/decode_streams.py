@@ -89,8 +89,8 @@ class DecodeStreams:
     async def lease_ended(self, leased: Mapping[int, DecodeStream], *, num_frames: int) -> None:
         """Handle the end of the Generate call of these choices: those neither finished nor moved are lost.
 
-        num_frames: number of frames that contain all their tokens, read or unread; 0: the replica has an older version
-        that does not report it.
+        num_frames: number of frames that contain all their tokens, read or unread; 0: not reported, because the replica
+        has an older version.
         """
         replica = next(iter(leased.values())).replica
         if num_frames:
@@ -199,7 +199,7 @@ class DecodeStreams:
             self._tasks.start(self._leave_when_draining(target.replica))
 
     def _hold(self, lease: Lease, reservation: Reservation, leased: Mapping[int, DecodeStream]) -> asyncio.Task[None]:
-        """Start a task that holds the lease until it ends by itself or the attempt ends."""
+        """Start a task that holds the lease until the lease or the attempt ends."""
 
         # A done callback also runs for a task cancelled before its start, unlike a `finally` in the task.
         def release(_: asyncio.Task[None]) -> None:

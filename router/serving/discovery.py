@@ -47,7 +47,7 @@ class Discovery:
         count_rejected: Callable[[RejectionReason], object] = lambda why: None,
     ) -> None:
         """name: of the deployment. key: signing key of its members. find_members: returns the controller's signed
-        records, used beside those in Redis; None: there is no controller. tasks: supervisor of the background tasks;
+        records, used in addition to those in Redis; None: no controller. tasks: supervisor of the background tasks;
         None: a new one. count_rejected: called for each record with a bad signature or format."""
         self._redis = redis
         self._replicas = replicas
@@ -68,7 +68,7 @@ class Discovery:
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self, *, refresh_s: float = _REFRESH_S) -> None:
-        """refresh_s: how often membership is read."""
+        """refresh_s: interval between reads of the membership."""
         self._refresh_s = refresh_s
         self._tasks = [
             self._supervisor.start("membership", lambda: self._forever(self._refresh)),
@@ -103,7 +103,7 @@ class Discovery:
         await asyncio.sleep(self._refresh_s)
 
     def _take_members(self) -> None:
-        """Add the members of both sources, and remove replicas that are dead and in none."""
+        """Add the members that either source lists, and remove dead replicas that neither lists."""
         members = self._at_controller | self._in_redis
         for replica, member in members.items():
             if not self._replicas.get(replica):

@@ -1,4 +1,4 @@
-"""Connection from a router to a worker: its interface, and the client over gRPC with token frames beside it."""
+"""Connection from a router to a worker: its interface, and the client over gRPC and token frames."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Worker(Protocol):
         fetch_only: bool = False,
         timeout_s: float | None = None,
     ) -> WorkerCall[pb.PrefillEvent]:
-        """Compute a prompt and ship its KV along the handoff; without a handoff, return only the first tokens.
+        """Compute a prompt and ship its KV to fill the handoff; without a handoff, return only the first tokens.
 
         fetch_only: fetch the blocks of the prefix source and compute nothing.
         """

@@ -112,7 +112,7 @@ class Replica:
             await self._framed.wait()
 
     async def unless_lost(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run `work`, but raise ReplicaLost as soon as the frames end, since its calls may stay open for longer."""
+        """Run `work`, but raise ReplicaLost as soon as the frames end; its calls may stay open for longer."""
         task = asyncio.create_task(work)
         loss = self._loss
         either: set[asyncio.Future[Any]] = {task, loss}
@@ -279,7 +279,7 @@ class Replicas:
         self.on_change: Callable[[], None] = lambda: None  # called after each report of any replica
         self._connect = connect
         self._replicas: dict[str, Replica] = {}
-        # By id, of those that report checkpoints: how many a prefix needs; see CacheShape.
+        # Checkpoints that a prefix needs, by id of the replicas that report checkpoints; see CacheShape.
         self.num_checkpoints: dict[str, int] = {}
         self._changed = asyncio.Event()
         self._next_stream = 1

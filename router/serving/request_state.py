@@ -184,8 +184,8 @@ class Choices:
     and so in any order. D's tokens are buffered until both have reported the same epoch of the handoff. Otherwise D may
     have started from the KV and first tokens of an abandoned prefill replica.
 
-    D also sends tokens and prompt statistics (cached tokens, log-probabilities) over separate connections. No token is
-    appended before the statistics, or the answer could end without them. Belongs to the event loop.
+    D sends tokens and prompt statistics (cached tokens, log-probabilities) over different connections. No token is
+    appended before the statistics have arrived, or the answer could end without them. Belongs to the event loop.
     """
 
     def __init__(
@@ -321,12 +321,12 @@ class Choices:
             self.finish(choice)
 
     def _is_cut(self, choice: int, num_new: int) -> bool:
-        """Return whether the choice ends after num_new more tokens only because its replica is full, not others."""
+        """Return whether the choice ends after num_new more tokens only because its replica is too small for more."""
         num_tokens, num_generated = self._lengths(choice, num_new)
         return num_generated < self._state.request.sampling.max_tokens and self._may_hold(num_tokens)
 
     def _lengths(self, choice: int, num_new: int) -> tuple[int, int]:
-        """Return the tokens of the sequence, and those generated, after num_new more."""
+        """Return the number of tokens of the sequence, and of generated ones, after num_new more."""
         request = self._state.request
         num_tokens = len(request.token_ids) + len(self._state.tokens[choice]) + num_new
         return num_tokens, num_tokens - request.num_prompt_tokens

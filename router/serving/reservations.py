@@ -1,6 +1,6 @@
 """Choice and reservation of replicas. A reservation counts a request's load before the replica's reports show it.
 
-`router.routing.chooser`, which is pure, decides. This module gathers its inputs and reserves its decisions.
+`router.routing.chooser`, which is pure, decides. This module gathers its inputs and reserves what it chose.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class PromptReservation:
     """Prompt to be computed by `replica`: tokens in its queue, and blocks that the index expects there."""
 
     def __init__(self, replica: Replica, index: PrefixIndex, hashes: Sequence[bytes], *, num_tokens: int) -> None:
-        """hashes: of the prompt's full blocks, and of the checkpoints that it makes. num_tokens: tokens to compute."""
+        """hashes: of the prompt's full blocks and checkpoints. num_tokens: tokens to compute."""
         self._settle = partial(index.settle, replica.id, hashes)
         self._queued = Reservation(replica, prompt_tokens=num_tokens)
         self._is_over = False
@@ -135,7 +135,7 @@ class Demand:
 
 
 class Reservations:
-    """Chooser and bookkeeper of replicas for the requests of one router. Lives on the event loop."""
+    """Choice and bookkeeping of replicas for the requests of one router. Lives on the event loop."""
 
     def __init__(
         self,
@@ -189,7 +189,7 @@ class Reservations:
     ) -> Pair:
         """Reserve the cheapest pair for a request that was admitted before, with or without room.
 
-        Waits while no replica that holds the request can answer. Culprits in `avoid` are the last resort. served_by:
+        Waits while no replica that can hold the request can answer. Culprits in `avoid` are the last resort. served_by:
         the revision of an earlier pair. Raises ModelUnavailable and DeadlineExceeded.
         """
         demand = self.demand(request)
@@ -430,7 +430,7 @@ class Reservations:
         return self._answers.predict(max(1, request.sampling.max_tokens - request.num_generated))
 
     def _loads(self, role: Role, demand: Demand, avoid: Set[Culprit] = NO_CULPRITS) -> list[ReplicaLoad]:
-        """Return the loads of the usable replicas outside `avoid` that hold the request."""
+        """Return the loads of the usable replicas outside `avoid` that are large enough for the request."""
         # A prefill replica needs room for the prompt only, a decode replica for at least one more token.
         num_tokens = demand.need.num_tokens + (role is Role.DECODE)
         return [

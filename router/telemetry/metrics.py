@@ -105,7 +105,7 @@ class Metrics:
 
 
 class TokenCounter(Collector):
-    """A counter like prometheus_client's, for what each token adds to: on one thread, without locks."""
+    """Counter like prometheus_client's, but for one thread and without locks, because each token updates it."""
 
     def __init__(self, name: str, meaning: str, *, registry: CollectorRegistry) -> None:
         self._name, self._meaning = name, meaning
@@ -120,7 +120,7 @@ class TokenCounter(Collector):
 
 
 class TokenHistogram(Collector):
-    """A histogram like prometheus_client's, for what each token adds to: on one thread, without locks."""
+    """Histogram like prometheus_client's, but for one thread and without locks, because each token updates it."""
 
     def __init__(self, name: str, meaning: str, *, buckets: Sequence[float], registry: CollectorRegistry) -> None:
         self._name, self._meaning = name, meaning

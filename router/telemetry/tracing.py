@@ -2,8 +2,8 @@
 
 The request's span begins at the endpoint, as a child of the client's `traceparent` if there is one. Calls to replicas
 carry its `traceparent` in their metadata. The child spans are created when the request ends, from the timeline that the
-router keeps anyway, and only if it is sampled, so tracing adds no work per token. A thread of the exporter sends the
-spans and drops those that exceed its queue.
+router keeps anyway, and only if the request is sampled, so tracing adds no work per token. A thread of the exporter
+sends the spans and drops those that exceed its queue.
 
 The resource of a span names the replica where the phase ran. Replicas send no spans: they report durations to the
 router, so a trace is complete even if a replica was lost, and clocks are never compared.

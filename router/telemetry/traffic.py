@@ -49,7 +49,7 @@ class TrafficRecord:
         self._next_number = 0
         self._num_ids = 0
         self._unreported: dict[int, None] = {}  # requests that are in no report yet
-        self._changed: dict[int, None] = {}  # reported requests with a first token or an end since
+        self._changed: dict[int, None] = {}  # reported requests that since got a first token or ended
         self._unanswered: dict[int, Callable[[], float]] = {}  # requests without a first token
 
     @property
@@ -197,7 +197,7 @@ class TrafficReporter:
 
 
 def _report_of(load: ReplicaLoad) -> ReplicaReport:
-    """Take each field from the load, or else from the member's record."""
+    """Take each field from the load or, if it has none, from the member's record."""
     measured = {field.name for field in fields(ReplicaLoad)}
     names = [field.name for field in fields(ReplicaReport)]
     return ReplicaReport(**{name: getattr(load if name in measured else load.member, name) for name in names})

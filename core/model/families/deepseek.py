@@ -65,7 +65,7 @@ def _deepseek_v32(settings: Settings) -> Fields:
 
 def _glm_moe_dsa(settings: Settings) -> Fields:
     fields = _deepseek_v3(settings)
-    # transformers rotates adjacent pairs, whatever the file has.
+    # transformers rotates adjacent pairs and ignores the file's setting.
     if not settings.switch("indexer_rope_interleave", True):
         raise SpecError("indexer_rope_interleave false is not supported for GLM-5; supported: true")
     shares = _sharing_layers(settings, fields["num_layers"])
@@ -73,7 +73,7 @@ def _glm_moe_dsa(settings: Settings) -> Fields:
 
 
 def _with_indexers(settings: Settings, fields: Fields, *, is_interleaved: bool, shares: Sequence[int]) -> Fields:
-    """Add the indexer of sparse attention. shares: layers without one. Raises SpecError."""
+    """Add the indexer of sparse attention. shares: layers without an indexer. Raises SpecError."""
     latent: LatentConfig = fields["latent"]
     index = IndexConfig(
         num_heads=settings.count("index_n_heads"),
@@ -133,7 +133,7 @@ def _with_latents(settings: Settings, *, is_interleaved: bool) -> Fields:
 def with_experts(
     settings: Settings, fields: Fields, *, scores: str, normalizes: bool, has_groups: bool = True
 ) -> Fields:
-    """Add routed experts beside shared ones. scores: of the router; sigmoid ones have a correction bias."""
+    """Add routed experts beside shared ones. scores: the router's activation; sigmoid scores have a correction bias."""
     num_layers: int = fields["num_layers"]
     kinds = settings.per_layer("mlp_layer_types", num_layers, ("dense", "sparse"))
     first = settings.count("first_k_dense_replace", 0, least=0)

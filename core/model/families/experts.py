@@ -25,7 +25,7 @@ from core.model.settings import Settings
 from core.model.shape import Activation, ExpertsConfig, QueryScaling
 
 _CHUNKED = "chunked_attention"
-# Without rope_theta, which is a setting beside it.
+# rope_theta is missing here, because it is a separate setting.
 _GPT_OSS_ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,

@@ -15,7 +15,7 @@ from core.model.settings import Settings
 from core.model.shape import Activation, ExpertsConfig, LayerConfig, RopeConfig
 from core.types.errors import SpecError
 
-# Limits far beyond published models: sizes that would only fill memory.
+# Limits far beyond published models; larger sizes would only fill memory.
 _MOST_LAYERS = 4096
 _MOST_HEADS = _MOST_HEAD_DIM = 1 << 16
 _MOST_DIGITS = 6  # of the index of a layer
@@ -77,7 +77,7 @@ def stacked_experts(
     split: Literal["halves", "pairs"] = "halves",
     is_transposed: bool = False,
 ) -> tuple[Stored, Stored]:
-    """Return the rules for experts that two tensors hold, one of gate and up, one of down.
+    """Return the rules for experts stored in two tensors: one of gate and up, one of down.
 
     block: pattern of the name before theirs. names: names of the two tensors. split, is_transposed: see Stored.
     """
@@ -90,7 +90,7 @@ def stacked_experts(
 
 
 def common(settings: Settings, *, head_dim: int | None = None) -> Fields:
-    """Read the settings of all families. All layers get full attention and a dense MLP; families replace them.
+    """Read the settings that all families have. All layers get full attention and a dense MLP; families replace them.
 
     head_dim: default where the file has none; None: hidden_size / num_attention_heads.
     """
@@ -140,7 +140,7 @@ def with_rope(
 
 
 def with_default_rope(settings: Settings, parameters: Mapping[str, Any]) -> Settings:
-    """Return the settings, with these rotary ones added if they have none."""
+    """Return the settings, with these rotary parameters added if they have none."""
     has_own = settings.object("rope_parameters") or settings.object("rope_scaling")
     return settings if has_own else settings.replaced(rope_parameters=dict(parameters))
 

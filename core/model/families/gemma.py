@@ -50,7 +50,7 @@ _GEMMA4_ROPES: Mapping[str, Mapping[str, Any]] = {
 
 
 def _gemma(settings: Settings, *, adds_one: bool) -> Fields:
-    """Read what all Gemma models have in common."""
+    """Read the settings that all Gemma models share."""
     if settings.get("use_bidirectional_attention") not in (None, False, "vision"):
         raise SpecError("use_bidirectional_attention is not supported: this model encodes text, it does not generate")
     fields = common(settings)
