@@ -62,7 +62,7 @@ def parts(*, rehearses: bool) -> Iterator[Part]:
     yield _sanitizer(rehearses)
     yield _tests(
         *("links and what moves blocks", "tests/kvtransfer"),
-        few="test_a_closed_link_refuses and tcp" if rehearses else "",
+        few="test_link_may_be_closed and tcp" if rehearses else "",
         timeout_s=120,
         needs=("cryptography",),
     )
