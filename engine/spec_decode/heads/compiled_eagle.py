@@ -37,7 +37,7 @@ _MOST = 64
 
 @dataclass(frozen=True, kw_only=True)
 class EagleParts:
-    """Modules of the layer. Pairs of matrices read the token's embedding and the feature of the position before."""
+    """Modules of the layer. In a pair, one matrix reads the token's embedding, the other the previous feature."""
 
     fuse: Linear
     embedding_norm: RMSNorm
@@ -112,7 +112,7 @@ class CompiledEagle:
     def draft(self, step: Step, embedded_RE: Tensor, before_RE: Tensor) -> tuple[Tensor, Tensor]:
         """Draft behind one entry of each row. Returns the next features (R, E) and their logits (R, D), both bf16.
 
-        Both are valid until the next call, which may take these features as input. step: of EntrySteps.
+        Both are valid until the next call, which may take these features as input. step: from EntrySteps.
         """
         num_rows = len(embedded_RE)
         self._embedded_CE[:num_rows] = embedded_RE

@@ -18,7 +18,7 @@ from engine.spec_decode.heads.head_row import Choose, HeadRow
 
 @dataclass(frozen=True, kw_only=True)
 class HeadsRoom:
-    """Environment that heads are built with."""
+    """Resources and limits that heads are built with."""
 
     reader: ShardReader  # of the heads' checkpoint
     model: Transformer  # the served model
@@ -31,7 +31,7 @@ class HeadsRoom:
 
     @property
     def can_wait(self) -> bool:
-        """True if draft KV may be deferred: no other rank or device would have to defer it, too."""
+        """True if draft KV may be deferred: on a CPU with a single rank."""
         return self.reader.device.type == "cpu" and self.reader.parallel.size == 1
 
 
@@ -83,7 +83,7 @@ class DraftHeads(RankHeads, Protocol):
         ...
 
     def pass_over(self, batch: Batch, on_layer: Callable[[int], None] | None, /) -> bool:
-        """Return True if the heads skip the next step, which then must not be passed to `follow`."""
+        """Return True if the heads skip this step; the caller then must not call `follow` for it."""
         return False
 
     def settle(self) -> None:
