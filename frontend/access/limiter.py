@@ -15,8 +15,8 @@ from core.types.api_key import ApiKey
 from core.types.errors import RateLimited
 
 LEASE_S = 10.0  # a running request counts for this long after its router last renewed it
-# In seconds. Counters hold whole seconds, so 61 of them cover any minute; one more, because a request may use tokens
-# taken ahead up to half a second later.
+# In seconds. Counters hold whole seconds, so 61 of them cover any minute. One more, because a request may use the
+# tokens that it took ahead up to half a second later.
 WINDOW = 62
 
 
@@ -45,7 +45,7 @@ class LimitStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class Reservation:
-    """Share of a key's limits held by one request: a concurrency slot, tokens taken ahead, later its token bound."""
+    """One request's share of its key's limits: a concurrency slot and tokens (an estimate, later its bound)."""
 
     key: ApiKey
     id: str

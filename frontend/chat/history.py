@@ -160,7 +160,7 @@ class History:
         return turns
 
 
-# The arrangement that the most templates accept: user and assistant in turns, and nothing else.
+# The arrangement that most templates accept: user and assistant in turns, and nothing else.
 ALTERNATING = History(
     keeps_system=False, keeps_late_system=False, keeps_users=False, keeps_assistants=False,
     keeps_assistant_first=False, keeps_calls=False, keeps_orphans=False,
@@ -210,7 +210,7 @@ def _as_texts(messages: _Messages, *, keeps_results: bool) -> _Messages:
 
 
 def _calls_as_text(calls: Sequence[Mapping[str, Any]]) -> str:
-    """Return calls as the model would write them. Arguments that are no JSON stay as they are."""
+    """Return calls as the model would write them. Arguments that are not JSON stay as they are."""
     written = []
     for call in calls:
         name, arguments = json.dumps(call["function"]["name"], ensure_ascii=False), call["function"]["arguments"]
@@ -270,7 +270,7 @@ def _one_call_each(messages: _Messages) -> _Messages:
 
 
 def _with_results(messages: _Messages) -> Iterator[tuple[dict[str, Any], Sequence[dict[str, Any] | None], _Messages]]:
-    """Yield each message with the results that follow it: one for each of its calls, and those of no call."""
+    """Yield each message with the results that follow it: one (or None) per call, then those that answer none."""
     at = 0
     while at < len(messages):
         message = messages[at]

@@ -55,7 +55,7 @@ _MAX_ENCODINGS = 4  # applied to one body, one after the other
 # RFC 9659 limits the window of this content encoding to 8 MB.
 _ZSTD_BOUNDS: Mapping[int, int] = {zstd.DecompressionParameter.window_log_max: 23}
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
-# Escapes of a pair of surrogates, or of a lone one as the group, unless a backslash before it makes it text.
+# Matches the escapes of a surrogate pair, or of a lone surrogate (the group), but not an escaped backslash before `u`.
 _SURROGATES = re.compile(
     rb"\\u[dD](?:[89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(?<=(?<!\\)\\u[dD])([89a-fA-F][0-9a-fA-F]{2}))"
 )

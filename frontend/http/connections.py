@@ -126,7 +126,7 @@ class Certificates:
 
     @contextmanager
     def _unreadable(self) -> Iterator[None]:
-        """Convert an error of the files."""
+        """Convert an OSError of reading the files to DeployError."""
         try:
             yield
         except OSError as error:  # also ssl.SSLError
@@ -136,7 +136,7 @@ class Certificates:
 class _Pair(NamedTuple):
     certificate: bytes
     key: bytes
-    context: ssl.SSLContext  # of both
+    context: ssl.SSLContext  # made of both
 
     def for_grpc(self) -> grpc.ServerCertificateConfiguration:
         return grpc.ssl_server_certificate_configuration([(self.key, self.certificate)])

@@ -82,7 +82,7 @@ class OpenAIApi:
         return await whole_answer(request.receive, answer.whole(), headers)
 
     async def tokenizer_info(self, model: str = "") -> Response:
-        """Return the special tokens and the chat template; with it, lm-eval needs no tokenizer of its own."""
+        """Return the special tokens and the chat template, so that lm-eval needs no tokenizer of its own."""
         prompts = self._models.find(model).prompts
         tokens = {**dict.fromkeys(("bos_token", "eos_token", "pad_token")), **prompts.tokenizer.special_tokens}
         return JSONResponse({**tokens, "chat_template": prompts.chat_template.source or None})

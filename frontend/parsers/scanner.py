@@ -123,7 +123,7 @@ class Scanner:
     # Text
 
     def text_until(self, *markers: str) -> Reading[str]:
-        """Emit the text before the first marker and consume the marker. Return it, or "" at the end of the text.
+        """Emit the text before the first marker. Consume and return the marker, or return "" at the end of the text.
 
         Space before a marker is consumed with it, and space between calls is dropped.
         """

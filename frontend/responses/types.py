@@ -269,7 +269,7 @@ def id_of(item: Raw) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """Parsed body with everything derived from visiting all of it."""
+    """Parsed body, with all values that need a pass over the whole body."""
 
     body: ResponsesBody
     # Input in stored form: history included, items that the model does not see excluded.
