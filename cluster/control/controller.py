@@ -132,8 +132,8 @@ class Controller:
     async def update(self, spec: dict[str, Any], options: UpdateOptions, *, seen: dict[str, Any] | None = None) -> bool:
         """Start an update to `spec`. Return False if it replaces no replica.
 
-        seen: the spec that the operator edited; scaling done since then is kept. Raises SpecError, and DeployError if
-        there is no room; nothing has changed then.
+        seen: the spec that the operator edited; it must still be current. Raises SpecError, and DeployError if there is
+        no room; nothing has changed then.
         """
         desired = await self._adopted()
         self._updates.begin(desired, parse_spec(spec), options, seen=parse_spec(seen) if seen else None)
@@ -309,7 +309,7 @@ class Controller:
     def _new_id(self, role: Role, make: int) -> str:
         """Return an unused replica id for a replica of revision `make`.
 
-        Stored before use, so that it holds across restarts.
+        The number is stored before use, so that a restarted controller does not reuse it.
         """
         replica = replica_id(role, self._known.take_number(role))
         if make != self._known.makes[role]:
@@ -323,7 +323,7 @@ class Controller:
         return self._known
 
     def _take_charge(self, desired: Desired) -> None:
-        """Begin to work for a deployment."""
+        """Start managing a deployment."""
         redirect_output(_own_log(desired.launch.log_dir), who=CONTROLLER)
         self._keys, reporter = KeyKeeper(desired.launch), RevisionReporter(desired.launch)
         self._updater = Updater(self._pools, reporter=reporter, save=lambda: desired_store.save(self._known))

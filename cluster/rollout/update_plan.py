@@ -28,7 +28,7 @@ class ReplicaCount:
 
     # Serving long enough for routers to have seen it.
     ready: int = 0
-    # Placed, or serving only since a moment.
+    # Placed, or serving too briefly for routers to have seen it.
     starting: int = 0
     # Waiting for room.
     pending: int = 0

@@ -247,7 +247,7 @@ class Updater:
             return dict.fromkeys(pools, 0)
 
     def _check_room(self, desired: Desired, spec: Spec, roles: Iterable[Role]) -> None:
-        """Check that one new replica of each role fits next to the old ones, or once only one of these is left.
+        """Check that one new replica of each role fits next to the old ones, or after these have shrunk to one.
 
         Raises DeployError.
         """
@@ -257,7 +257,7 @@ class Updater:
         try:
             check_fit(nodes, pools, counts)
         except DeployError as error:
-            # It never fits.
+            # Raise if they would not fit on empty nodes either.
             check_fit([replace(node, available=node.total) for node in nodes], pools, counts)
             alone = [role for role in roles if desired.spec.pool(role).replicas == 1]
             if alone:
