@@ -73,7 +73,7 @@ class _Seen:
 
 
 async def measure(workload: Workload, ask: Ask) -> dict[str, Any]:
-    """Run the workload. Returns plain JSON values, times in milliseconds. Raises what `ask` raises to a stream."""
+    """Run the workload. Returns plain JSON values, times in milliseconds. Raises what `ask` raises for a stream."""
     load = _Load(workload, ask)
     streams = [asyncio.create_task(load.stream(seed)) for seed in range(workload.streams)]
     try:

@@ -30,7 +30,7 @@ from tests.support.rank_in_process import Fault
 PROMPT = 70  # tokens of a prompt under test
 _ANSWER = 24
 _OTHERS = 6  # prompts of five blocks each
-# Blocks of those, of one prompt, and one more for its answer.
+# Blocks of these prompts and of one more, with a block for its answer.
 _BLOCKS = 36
 # Prompts that a case may need.
 _STOCK = _OTHERS + 3
@@ -218,7 +218,7 @@ class Stage:
 
 
 def _held(replica: LocalReplica) -> int:
-    """Return the blocks that an idle replica still holds."""
+    """Return the number of blocks that an idle replica still holds."""
     blocks = replica.blocks
     return blocks["total"] - blocks["free"] - blocks["cached"]
 

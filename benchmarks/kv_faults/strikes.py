@@ -251,7 +251,7 @@ async def _finish_case(stage: Stage, doomed: LocalReplica, number: signal.Signal
 
 
 async def _restarted(stage: Stage) -> None:
-    """A decode replica dies with a ticket issued; its ticket then reaches another replica's name and address."""
+    """A decode replica dies after issuing a ticket, which is then redirected to another replica."""
     doomed = await stage.doomed(Role.DECODE)
     held = await stage.hold(decode=doomed)
     doomed.send(signal.SIGKILL)
