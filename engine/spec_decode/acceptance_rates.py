@@ -32,7 +32,7 @@ class AcceptanceRate:
         self.rates = list(prior)  # by kind
 
     def observe(self, kinds: Seq[int], num_right: int) -> None:
-        """Count a proposal, of whose judged tokens the first num_right were right. kinds: of the judged tokens."""
+        """Count a proposal. kinds: those of its judged tokens. num_right: number of leading ones that were right."""
         for place, kind in enumerate(kinds):
             self._reached[kind] += 1.0
             self._right[kind] += place < num_right

@@ -91,7 +91,7 @@ class Speculation:
     ) -> dict[Sequence, Draft]:
         """Return drafts for rows that are about to compute their last token, and allocate blocks for them.
 
-        max_tokens: of all drafts together. cost_of: called only if there may be a draft.
+        max_tokens: limit of all drafts together. cost_of: called only if there may be a draft.
         """
         if not (looked_up := self._look_up(rows)):
             self._scheduler.end_step()

@@ -45,7 +45,7 @@ class DraftModel(ModelProposer):
     """
 
     def __init__(self, runner: ModelRunner, *, vocab_size: int) -> None:
-        """vocab_size: of the served model. Proposes nothing for sequences with a token outside its own vocabulary."""
+        """vocab_size: the served model's. Proposes nothing for sequences with a token outside its own vocabulary."""
         self.tables = DraftTables(runner.pool.num_blocks, block_size=runner.layout.block_size)
         self._runner = runner
         self._block_size = runner.layout.block_size
@@ -165,7 +165,7 @@ class OwnLayers(ModelProposer):
         return beyond if self._blocks.extend(beyond, max(0, missing)) else None
 
     def attach_parts(self, rows: list[_Row], max_tokens: int) -> list[int]:
-        """Attach parts for the positions to draft. Returns the blocks whose parts the caller drops after the draft.
+        """Attach window parts for the positions to draft. Returns the blocks whose parts the caller drops afterwards.
 
         Removes the rows that get no parts: reservations end with the block of the last token.
         """

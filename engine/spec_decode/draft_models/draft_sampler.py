@@ -51,7 +51,7 @@ class RowDraft:
     is_over: bool = False
 
     def take(self, token: DraftToken | None) -> int:
-        """Append the token; None ends the draft. Returns the id, or any id if there is none."""
+        """Append the token; None ends the draft. Returns its id; for None, an arbitrary id."""
         self.is_over |= token is None
         if token is None or self.is_over:
             return 0

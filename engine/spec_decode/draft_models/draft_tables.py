@@ -23,8 +23,8 @@ class DraftTable:
 class DraftTables:
     """Cache of KV by sequence, with LRU eviction and shared prefixes. Owned by the step thread.
 
-    Blocks are taken from the least recently drafted sequence, which is computed again if it is drafted again. Prefixes
-    of finished sequences stay until their room is needed.
+    Eviction takes the blocks of the least recently drafted sequence; its next draft computes the KV again. Prefixes of
+    finished sequences stay until their room is needed.
     """
 
     def __init__(self, num_blocks: int, *, block_size: int) -> None:

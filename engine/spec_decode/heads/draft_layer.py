@@ -109,7 +109,7 @@ class DecoderBlock:
     def read(
         cls, reader: ShardReader, shape: ModelConfig, prefix: str, *, index: int, has_bias: bool = False
     ) -> DecoderBlock:
-        """Read the weights. index: layer in the pool. has_bias: of queries, keys and values."""
+        """Read the weights. index: layer in the pool. has_bias: for queries, keys and values."""
         attention, parallel, dim = f"{prefix}.self_attn", reader.parallel, shape.head_dim
         q_first, q_end = parallel.span(shape.num_q_heads)
         kv_first, kv_end = head_range(shape.num_kv_heads, rank=parallel.rank, num_ranks=parallel.size)

@@ -139,7 +139,7 @@ class Features:
     def of(self, blocks: Sequence[int], num_tokens: int) -> bytes:
         """Return the feature of the last of `num_tokens` positions of a block table, as sent with its KV.
 
-        Zeros mean that it is passed over; empty, that there is none, or none yet.
+        Returns zeros for a passed-over position, and b"" if there is no feature (yet).
         """
         slots = self._slots(blocks, num_tokens - 1, num_tokens)
         if len(slots) and self.is_passed_over(int(slots[0])):
@@ -180,7 +180,7 @@ class Features:
 
 
 def slots_before(batch: Batch, *, block_size: int) -> Ints:
-    """(T,) slot of the position before each token; UNKNOWN if there is none."""
+    """Return the slot of the position before each token, (T,); UNKNOWN if there is none."""
     before_T = batch.slots - 1
     first_in_block = np.flatnonzero(batch.positions % block_size == 0)
     if len(first_in_block):
