@@ -65,8 +65,8 @@ class Limiter(Protocol):
     async def enter(self, key: ApiKey, *, id: str, ahead: int = 0) -> Reservation:
         """Take one request and a concurrency slot, before the request's size is known.
 
-        Takes `ahead` tokens as well if the key has twice as many left, so that the next request can do the same. Raises
-        RateLimited with a retry time, also if the key has no token left; then it takes nothing.
+        Takes `ahead` tokens as well if the key has twice as many left, so that the next request can do the same. Takes
+        nothing and raises RateLimited with a retry time if a limit is reached or no token is left.
         """
         ...
 

@@ -270,7 +270,7 @@ class UiPage:
         host = request.headers.get("host", "")
         name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
         name = name.strip("[]").lower()
-        with contextlib.suppress(ValueError):  # raised for a name that is no address
+        with contextlib.suppress(ValueError):  # raised for a host name
             if name in self._names or ipaddress.ip_address(name):
                 return None
         text = "Host is not a name of this machine: use its address, or localhost through ssh -L\n"

@@ -137,7 +137,7 @@ class StreamedContent:
         self._add(text)
 
     def end_thinking(self) -> None:
-        """Send nothing: the text has been sent."""
+        """Do nothing: the text has been sent already."""
 
     def call(self, call: CallText) -> None:
         if call.broken is not None:

@@ -219,7 +219,7 @@ def _calls_as_text(calls: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _result_as_user(result: Message, name: str | None) -> dict[str, Any]:
-    """Write a tool's result as a user's message. name: of the tool; None: unknown."""
+    """Write a tool's result as a user's message. name: the tool's; None: unknown."""
     return {"role": "user", "content": f"Result of {name or 'the call'}:\n{result['content'] or ''}"}
 
 
@@ -288,7 +288,7 @@ def _with_results(messages: _Messages) -> Iterator[tuple[dict[str, Any], Sequenc
 def _conversation(letters: str, *, id: str | None = None) -> _Messages:
     """Build a probe from letters: keys of _ROLES, C for two parallel calls, T for a call beside a text.
 
-    id: of each call; None: unique ids.
+    id: used for every call; None: unique ids.
     """
     messages: _Messages = []
     pending = list[str]()

@@ -213,7 +213,7 @@ class HttpListener:
 class _Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave signals to the process: the server is one part of it."""
+        """Install no signal handlers: the process, of which the server is one part, has its own."""
         yield
 
 

@@ -46,7 +46,7 @@ class CallEnded:
 
 @dataclass(frozen=True, slots=True)
 class CallBroken:
-    """Text that began like a call but is none, or was cut off."""
+    """Text that began like a call but is not one, or was cut off."""
 
     number: int
     raw: str  # all of its text, as the model wrote it

@@ -280,7 +280,7 @@ class Turn:
 
     @classmethod
     def of(cls, request: Request, id: str, body: ResponsesBody) -> Turn:
-        """Build the turn of a body. id: of the new response. Raises RequestError."""
+        """Build the turn of a body. id: the new response's. Raises RequestError."""
         body.check_items()
         own = id.partition("_")[2]
         items = [Raw(to_json(item.to_store(f"{own}_i{number}"))) for number, item in enumerate(body.input)]
