@@ -100,7 +100,7 @@ class _Run:
     def __init__(
         self, requests: BinaryIO, answers: BinaryIO, failures: Path, urls: list[str], *, model: str, is_offline: bool
     ) -> None:
-        """model: name for requests that name none; empty: none is added."""
+        """model: added to requests that name none, unless empty."""
         self._requests = requests
         self._answers = answers
         self._failures = failures

@@ -158,7 +158,7 @@ def share_out(
 ) -> dict[Role, int]:
     """Return how many missing replicas of each pool fit in addition to those already waiting. Pure.
 
-    Pools take turns, one replica each, so that none starves another.
+    Pools take turns, one replica each, so that no pool starves another.
     """
     found = dict.fromkeys(pools, 0)
     growing = [role for role in pools if lacking[role]]

@@ -89,7 +89,7 @@ class ReplicaLifecycle:
     async def live(self) -> None:
         """Start, serve and drain when asked to. Returns after a regular end, else raises ReplicaFailed.
 
-        In every case, including cancellation, everything is removed that its successor has not taken over.
+        In every case, including cancellation, everything that its successor has not taken over is removed.
         """
         is_handed_on = False
         try:

@@ -41,7 +41,7 @@ class ReplicaCount:
 
 @dataclass(frozen=True, kw_only=True)
 class RoleView:
-    """Replicas of one role during an update, of both revisions."""
+    """Replicas of both revisions of one role during an update."""
 
     leaving: ReplicaCount
     candidate: ReplicaCount

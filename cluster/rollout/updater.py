@@ -207,7 +207,7 @@ class Updater:
         )
 
     def _views(self, desired: Desired, update: Update) -> dict[Role, RoleView]:
-        """Return the state of the replaced roles, from the leaving revision to the candidate."""
+        """Return the replicas of both revisions for each replaced role."""
         views: dict[Role, RoleView] = {}
         candidate_pools: dict[Role, PoolSpec] = {}
         lacking: dict[Role, int] = {}
