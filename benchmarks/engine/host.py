@@ -55,7 +55,7 @@ _SHORT_S = 0.25e-3
 
 
 def bench_host(*, batches: Seq[int], contexts: Seq[int], vocabulary: int, threads: int | None = None) -> dict[str, Any]:
-    """Measure, and return plain JSON values. threads: of the sampler; None: all processors."""
+    """Measure, and return plain JSON values. threads: the sampler's; None: all processors."""
     if threads is not None:
         torch.set_num_threads(threads)
     return {

@@ -126,8 +126,8 @@ class HandRouter:
     async def fill(
         self, held: HeldRequest, prefill: LocalReplica, handoff: Handoff, *, prompt: list[int] | None = None
     ) -> Fill:
-        """Let a prefill replica compute `prompt` (default: the request's) and send it along this ticket, whatever its
-        state."""
+        """Let a prefill replica compute `prompt` (default: the request's) and send the KV along this ticket, whatever
+        the ticket's state."""
         worker, fill = await self._worker(prefill), Fill()
         request = (
             replace(held.request, token_ids=tuple(prompt), num_prompt_tokens=len(prompt)) if prompt else held.request

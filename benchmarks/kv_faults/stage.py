@@ -165,7 +165,7 @@ class Stage:
             self.outcome.num_foreign += answer in self._answers.values()
 
     async def strike(self, held: HeldRequest, **changes: Any) -> Fill:
-        """Fill a ticket with these changes, and record the result as seen by the case."""
+        """Fill a ticket with some fields changed, and record the result in the case's outcome."""
         fill = await self.hand.fill(held, self.prefill, replace(held.handoff, **changes))
         self.outcome.seen = fill.error or "answered"
         return fill

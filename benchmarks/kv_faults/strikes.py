@@ -1,7 +1,7 @@
 """The fault cases, applied to our protocol.
 
-A reference to KV is a ticket here, and it travels in the other direction: the receiver of KV issues it to the sender.
-It names positions, never blocks, and only routers handle it, not clients. A fetched prefix is named by its hashes.
+In this protocol, a reference to KV is a ticket (a handoff), which the receiver of the KV issues to the sender. A ticket
+names positions, never blocks, and only routers handle it, not clients. A fetched prefix is named by its hashes.
 """
 
 from __future__ import annotations
