@@ -388,7 +388,7 @@ def parse_tree(model_dir: Path, tree: dict[str, Any]) -> Spec:
 
 
 def make_cluster(spec: Spec, redis_url: str, *, is_alone: bool = True, **options: Any) -> LocalCluster:
-    """Return a cluster without replicas. is_alone: empty its database in Redis. options: of LocalCluster."""
+    """Return a cluster without replicas. is_alone: empty its database in Redis. options: fields of LocalCluster."""
     if is_alone:
         with redis.Redis.from_url(redis_url) as client:
             client.flushdb()
