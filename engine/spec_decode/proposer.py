@@ -55,7 +55,7 @@ class ModelProposer(Protocol):
         ...
 
     def num_behind(self, sequence: Sequence, /) -> int | None:
-        """Return the number of tokens to compute before it can propose; None if it cannot propose. Changes nothing."""
+        """Return the number of tokens to compute before a proposal; None if none is possible. Changes nothing."""
         ...
 
     def catch_up(self, sequence: Sequence, num_tokens: int, /) -> None:

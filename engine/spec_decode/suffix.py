@@ -1,4 +1,4 @@
-"""Prompt lookup: propose what followed the last tokens earlier, in the request or in finished answers."""
+"""Prompt lookup: propose the tokens that once followed the last ones, in the request or in finished answers."""
 
 from __future__ import annotations
 

@@ -247,7 +247,7 @@ class HeadProposer(ModelProposer):
     """
 
     def __init__(self, heads: RankHeads, sampler: DraftSampler | None = None) -> None:
-        """sampler: None: create one."""
+        """sampler: None to create one."""
         self._heads = heads
         self._sampler = sampler or DraftSampler()
 

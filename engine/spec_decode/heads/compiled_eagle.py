@@ -130,7 +130,7 @@ class EntrySteps:
     """Kernel arguments of a draft's entries, place by place. Owns the arrays that the steps point to."""
 
     def __init__(self, places: DraftPlaces, cos_N1F: Tensor, sin_N1F: Tensor) -> None:
-        """cos, sin: of all places, concatenated."""
+        """cos, sin: for all places, concatenated."""
         tables_RB, slots_PR = places.tables_RB, places.slots_PR
         context_lens_PR, ones_R = places.positions_PR + 1, np.ones(len(tables_RB), dtype=np.int64)
         self._kept = tables_RB, slots_PR, context_lens_PR, ones_R, cos_N1F, sin_N1F

@@ -48,8 +48,6 @@ class Entries:
 
 
 class _Deferred(NamedTuple):
-    """Deferred token."""
-
     token_id: int
     position: int
     before: int  # slot of the position before

@@ -65,14 +65,13 @@ class Features:
             self._ring_CE[self._on_device(places_N)] = x_NE
 
     def keep_ends(self, slots_T: Ints, x_TE: Tensor) -> None:
-        """Store the features of those positions of a step that fill their blocks."""
+        """Store the features of a step's positions that are the last of their blocks."""
         ends = np.flatnonzero(slots_T % self._size == self._size - 1)
         if self._of_blocks is not None and len(ends):
             blocks_N = self._on_device(slots_T[ends] // self._size)
             self._of_blocks[blocks_N] = x_TE[self._on_device(ends)]
 
     def pass_over(self, slots: Iterable[int]) -> None:
-        """Mark these slots as passed over."""
         last = self._size - 1
         for slot in slots:
             self._is_over[slot] = True

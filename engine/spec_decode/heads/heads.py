@@ -36,7 +36,7 @@ class HeadsRoom:
 
 
 class RankHeads(Protocol):
-    """Heads and their state: of one rank, or of all ranks of a replica."""
+    """Draft heads with their state, of one rank or of all ranks of a replica."""
 
     def rest(self, num_first: int | None, /) -> None:
         """Announce that drafts are requested only within the first `num_first` tokens of answers, if at all.
