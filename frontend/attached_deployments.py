@@ -40,7 +40,7 @@ class AttachedDeployment:
 
     @property
     def life(self) -> bytes:
-        """Id of this creation of the deployment; one recreated under the same name has another."""
+        """Id of this instance of the deployment; an instance recreated under the same name has another id."""
         return self.credentials.secret
 
 
@@ -203,7 +203,7 @@ class AttachedDeployments:
 
 
 async def _enter(attached: AttachedDeployment) -> RouterMembership:
-    """Enter the deployment. If the caller is cancelled, entering completes, and then releases the identity."""
+    """Enter the deployment. If the caller is cancelled, the identity is released once entering has completed."""
     entering = asyncio.ensure_future(attached.enter())
     try:
         return await asyncio.shield(entering)

@@ -113,7 +113,7 @@ class Access:
 
 
 class Keyring:
-    """API keys, followed from Redis; keeps the last known keys while Redis is unavailable. Bound to the event loop."""
+    """API keys, kept in step with Redis; without it, the last known keys stay valid. Bound to the event loop."""
 
     def __init__(
         self, reader: KeyReader | None, *, salt_key: bytes, is_required: bool, reports_cached_tokens: bool = True
@@ -180,7 +180,7 @@ class Keyring:
             await asyncio.sleep(_POLL_S)
 
     def close(self) -> None:
-        """Stop following."""
+        """Stop following the keys."""
         self._is_closing = True
 
 

@@ -45,7 +45,7 @@ class LimitStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class Reservation:
-    """One request's share of its key's limits: a concurrency slot and tokens (an estimate, later its bound)."""
+    """One request's share of its key's limits: a concurrency slot and tokens (estimated at first)."""
 
     key: ApiKey
     id: str

@@ -75,7 +75,7 @@ class Limits:
             await self._ignoring_redis_errors(self._renew())
 
     def close(self) -> None:
-        """Stop renewing."""
+        """Stop renewing leases."""
         self._is_closing = True
 
     async def settled(self) -> None:

@@ -217,7 +217,7 @@ def _has_more_values(value: bytes, limit: int) -> bool:
 
 
 class ByteBudget:
-    """Counts bytes held, and limits them: in all, and to a quarter for one owner. Bound to an event loop."""
+    """Counts bytes held. Limits their total, and each owner to a quarter of it. Bound to an event loop."""
 
     def __init__(self, max_bytes: int, name: str) -> None:
         """name: plural name of the values, for the error message."""
@@ -269,7 +269,7 @@ def encodings_of(headers: Iterable[str]) -> list[str]:
 def decoded(body: bytes, encodings: list[str], *, max_bytes: int) -> bytes:
     """Undo the encodings, the last one first; no result grows beyond `max_bytes`.
 
-    Raises RequestTooLarge, and RequestError for a body that is not what its encoding names.
+    Raises RequestTooLarge, and RequestError for a body that is not in the named encoding.
     """
     for name in reversed(encodings):
         try:

@@ -230,7 +230,7 @@ async def prompt_scores(completion: Completion, form: Form, *, num_listed: int |
 
 @dataclass(frozen=True)
 class _PromptWriter:
-    """Encoder for one prompt. Each token's scores are encoded to JSON at once: as Python objects, all of them would
+    """Encoder for one prompt. Each token's scores are encoded to JSON immediately: as Python objects, all of them would
     take a hundred times the memory."""
 
     tokenizer: Tokenizer

@@ -231,7 +231,7 @@ def as_json(value: str, types: set[str]) -> str:
 
 
 def begun_as_json(value: str, types: set[str]) -> str:
-    """Return the beginning of a value as the beginning of JSON."""
+    """Return the JSON for the beginning of a value."""
     text = value.strip()
     is_json = "string" not in types and JsonValue().feed(text) == len(text)
     return text if is_json else json.dumps(value, ensure_ascii=False)[:-1]

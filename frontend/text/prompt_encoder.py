@@ -54,7 +54,7 @@ class PromptEncoder:
         )
 
     async def tokenize(self, request: CompletionRequest) -> tuple[int, ...]:
-        """Return the tokens of its prompt, subject to the usual limits. Raises RequestError and other ClusterErrors."""
+        """Return the prompt's tokens, within the usual limits. Raises RequestError and other ClusterErrors."""
         check(request, self.model)
         return await self.encode(request)
 
