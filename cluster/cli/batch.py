@@ -201,7 +201,7 @@ class _Run:
         self.num_answered += 1
 
     async def _final_answer(self, request: BatchRequest) -> httpx.Response:
-        """Send a request, again and again while a later try may succeed. Raises TimeoutError with the last reason."""
+        """Send a request, and retry while a later attempt may succeed. Raises TimeoutError with the last reason."""
         import httpx
 
         content = json.dumps(self._defaults | request.body).encode()

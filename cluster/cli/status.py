@@ -67,7 +67,6 @@ def _update_lines(revision: RevisionReport) -> list[str]:
 
 
 def as_text(report: DeploymentReport) -> str:
-    """Format the report as text."""
     from cluster.launch.endpoints import openai_urls
 
     rows = [["REPLICA", "STATE", "NODE", "DEVICES", "BLOCKS", "FREE", "CACHED", "RUNNING", "WAITING", ""]]

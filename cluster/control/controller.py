@@ -216,7 +216,7 @@ class Controller:
         return change
 
     async def revoke_key(self, key: ApiKey) -> KeyChange:
-        """Stop admitting clients by this key."""
+        """Stop admitting clients that present this key."""
         change = await self._key_keeper.revoke(key)
         logger.info(
             "API key revoked key=%s name=%s tenant=%s published=%s problem=%s",
@@ -225,7 +225,6 @@ class Controller:
         return change
 
     async def note_traffic(self, traffic_report: TrafficReport) -> TrafficAnswer:
-        """Record a router's traffic report."""
         return TrafficAnswer(life=self._traffic.note(traffic_report), scaling=self._autoscaling.shown())
 
     async def start_capture(self, *, max_bytes: int) -> None:

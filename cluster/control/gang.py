@@ -132,7 +132,7 @@ class Gang:
             self._ranks.append(actor)
 
     def find(self) -> None:
-        """Find the running actors and placement group, in place of place() and spawn(). Raises ReplicaFailed."""
+        """Find the running actors and placement group, instead of place() and spawn(). Raises ReplicaFailed."""
         name = self._desired.spec.name
         try:
             self._group = get_placement_group(_group_name(self.name, name))

@@ -36,7 +36,6 @@ def _one_line_errors() -> Iterator[None]:
 
 @_one_line_errors()
 def put(space: str, key: str, text: str) -> None:
-    """Store the text."""
     from ray.experimental import internal_kv
 
     internal_kv._internal_kv_put(key.encode(), text.encode(), overwrite=True, namespace=space.encode())
