@@ -150,7 +150,7 @@ class Stage:
             self.outcome.seen = self.outcome.seen or held.error
 
     async def give_up(self, *held: HeldRequest) -> None:
-        """End these leases and wait for that."""
+        """End these leases, and wait until they have ended."""
         for one in held:
             one.give_up()
             assert one.lease
