@@ -17,8 +17,7 @@ _MIN_CALL_GAIN = 1.02  # choosing the best of many estimates favors overestimate
 def plan_drafts(chances: Seq[Seq[float]], num_rows: int, cost: StepCost, max_tokens: int) -> list[int]:
     """Return the draft length of each row, at most max_tokens in total; all 0 if drafts gain nothing.
 
-    chances: by row and place, the probability that all tokens up to there are right. num_rows: rows that get one token
-    anyway.
+    chances: by row and place, that all tokens up to there are right. num_rows: rows that get one token anyway.
     """
     floor = cost.break_even(num_rows)
     tokens = sorted((-chance, row) for row, own in enumerate(chances) for chance in own if chance > floor)[:max_tokens]

@@ -227,7 +227,7 @@ class Drafting:
         self._blocks = blocks
         self._max_batch_tokens = max_batch_tokens
         self._max_running = max_running
-        # Cost of the last planned step, which the next ones of that size reuse, and how often they did.
+        # Cost of the last planned step, its size, and how often steps of that size have reused the cost.
         self._cost, self._cost_of, self._cost_uses = FREE, (0, 0), _COST_USES
         self._break_even = 0.0
 

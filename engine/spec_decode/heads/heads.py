@@ -22,7 +22,7 @@ class HeadsRoom:
 
     reader: ShardReader  # of the heads' checkpoint
     model: Transformer  # the served model
-    max_rows: int  # of a `draft` call
+    max_rows: int  # rows per `draft` call
 
     @property
     def num_places(self) -> int:
