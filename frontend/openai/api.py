@@ -133,7 +133,7 @@ class OpenAIApi:
 
 
 async def _uncharged(answer: object, ignored: Mapping[str, str], request_context: RequestContext) -> Response:
-    """Return the answer to a call that counts as a request, but no tokens, against the key's limits."""
+    """Return the answer to a call that counts as one request, but as no tokens, for the key's limits."""
     return json_answer(answer, {**await request_context.charge([]), **ignored})
 
 
