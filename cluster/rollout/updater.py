@@ -56,8 +56,8 @@ class Updater:
     ) -> list[SpecChange]:
         """Start an update to `spec`. Returns the changes.
 
-        seen: the spec that the operator edited; None: do not check. Raises SpecError, and DeployError if there is no
-        room for the new revision next to the old one; nothing has changed then.
+        seen: the spec that the operator edited, which must still be current; None: any is. Raises SpecError, and
+        DeployError if there is no room for the new revision next to the old one; nothing has changed then.
         """
         update = desired.update
         is_returning = update is not None and update.phase is Phase.RETURNING
