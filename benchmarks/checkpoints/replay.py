@@ -84,8 +84,7 @@ def replay(
 
 
 def routes(trace: Sequence[TraceRequest], num_replicas: int) -> list[int]:
-    """Return each request's replica: the one with its longest prefix of two or more ids, else the one with the fewest
-    tokens.
+    """Return each request's replica: that with its longest prefix of two or more ids, else that with fewest tokens.
 
     Evictions do not change routes, so all rules get the same ones.
     """

@@ -35,7 +35,7 @@ class Workload:
 
     streams: int = 4
     prompt_tokens: int = 1024
-    # Tokens per long prompt, so that its KV has to be transferred to the decode replica.
+    # Answer tokens per long prompt: several, so that its KV is transferred to the decode replica.
     answer_tokens: int = 8
     prefills_per_s: float
     quiet_s: float = 10.0  # without long prompts

@@ -166,7 +166,7 @@ async def _forged_sender(stage: Stage) -> None:
 
 
 async def _damaged(stage: Stage) -> None:
-    """The router recovers: it asks another prefill replica, unnoticed by the client."""
+    """After a damaged payload, the router asks another prefill replica, unnoticed by the client."""
     bad = await stage.doomed(Role.PREFILL)
     mark = mark_of(bad.ranks[0].pid)
     mark.touch()
@@ -195,7 +195,7 @@ async def _foreign_prefix(stage: Stage) -> None:
 
 
 async def _evicted(stage: Stage) -> None:
-    """The index still lists a replica for the prefix."""
+    """The index still lists a replica that has evicted the prefix."""
     prefix_source = await stage.doomed(Role.PREFILL)
     prompt = await stage.prompt(PROMPT + 11)
     stage.direct(prompt, (prefix_source, stage.decode))
