@@ -1,7 +1,7 @@
 """Attached deployments of one router: deployments without endpoints of their own, whose models this router serves.
 
-Each is opened in a task of its own and has its own background tasks, so a failure affects that deployment alone.
-A deployment that fails to open is retried.
+Each is opened in a separate task and has its own background tasks, so a failure affects that deployment alone. A
+deployment that fails to open is retried.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class AttachedDeployment:
 
     @property
     def life(self) -> bytes:
-        """Id of this creation of the deployment; one recreated under the same name has another."""
+        """Id of this instance of the deployment; an instance recreated under the same name has another id."""
         return self.credentials.secret
 
 
@@ -64,8 +64,8 @@ class AttachedDeployments:
     def __init__(
         self, models: Models, find: FindAttached | None, open_model: Callable[..., Awaitable[ServedModel]]
     ) -> None:
-        """find: list the attached deployments; None disables them. open_model: ServedModel.open with what all models
-        share."""
+        """find: list the attached deployments; None disables them. open_model: ServedModel.open, bound to what all
+        models share."""
         self._models = models
         self._find = find
         self._open_model = open_model
@@ -81,7 +81,7 @@ class AttachedDeployments:
         return self._find is not None
 
     def is_any_ready(self) -> bool:
-        """Return whether any of them has a replica that can answer."""
+        """Return whether any attached deployment has a replica that can answer."""
         return any(entry.served and entry.served.is_ready() for entry in self._entries.values())
 
     async def settle(self) -> None:
@@ -99,7 +99,7 @@ class AttachedDeployments:
             await asyncio.sleep(_REFRESH_S)
 
     async def close(self) -> None:
-        """Close all. Call before cancelling `follow_forever`, which could otherwise leave one half closed."""
+        """Close all deployments. Call before cancelling `follow_forever`, which could leave one half closed."""
         self._is_closing = True
         async with self._changing:
             await asyncio.gather(*(self._remove(name) for name in list(self._entries)))
@@ -180,7 +180,7 @@ class AttachedDeployments:
         self._models.add(served.completions)
 
     async def _remove(self, name: str, *, successor: AttachedDeployment | None = None) -> None:
-        """Stop routing to the deployment and cut off its requests. successor: the next one of that name."""
+        """Stop routing to the deployment and cut off its requests. successor: its recreation under the same name."""
         if (entry := self._entries.pop(name, None)) is None:
             return
         if entry.opening:
@@ -203,7 +203,7 @@ class AttachedDeployments:
 
 
 async def _enter(attached: AttachedDeployment) -> RouterMembership:
-    """Enter the deployment. A cancelled caller's identity is released later: threads cannot be interrupted."""
+    """Enter the deployment. If the caller is cancelled, the identity is released once entering has completed."""
     entering = asyncio.ensure_future(attached.enter())
     try:
         return await asyncio.shield(entering)

@@ -167,7 +167,7 @@ class ServedModel:
 
     @property
     def has_read(self) -> bool:
-        """True if the deployment's replicas have been read once."""
+        """True once the deployment's replicas have been read."""
         return self.discovery.has_read
 
     @property
@@ -199,7 +199,7 @@ class ServedModel:
         self.tasks.start("traffic", lambda: reporter.report_forever(tell))
 
     async def close(self) -> None:
-        """Close the model and cut off running requests; drain them before."""
+        """Close the model. Running requests are cut off, so drain them first."""
         self.core.replicas.availability.end()
         if self.admin:
             await self.admin.close()

@@ -1,9 +1,9 @@
 """Compare the autoscaler with the best fixed split on many traffic shapes: `python -m benchmarks.autoscaler.matrix
 --traces DIR`.
 
-Each line of a set is one case of benchmarks/autoscaler/splits.py, by its options. The best fixed split is looked for
-coarsely, every third number of prefill replicas from 2 on (every second, with eight replicas or fewer), then on from
-the best found to either side for as long as that is better. See docs/benchmarks/planner.md.
+Each line of a set holds the options of one case of benchmarks/autoscaler/splits.py. The search for the best fixed split
+tries every third number of prefill replicas from 2 on (every second, with eight replicas or fewer), then moves from the
+best one to either side while that helps. See docs/benchmarks/planner.md.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Compare the autoscaler with every fixed split of the same replicas on changing traffic: `python -m
 benchmarks.autoscaler.splits --traces DIR`.
 
-Both public traces are mixed (benchmarks/autoscaler/mix.py: requests of both that have at least twenty tokens of prompt
-for each of the answer, and such that have at most two), in a shape that `--shape` names; the load is `--load` of what
-16 replicas carry by arithmetic (planner/autoscaler/simulated_outlook.py) if they are split for each moment. See
+benchmarks/autoscaler/mix.py mixes two kinds of requests from both public traces: with at least twenty prompt tokens per
+answer token, and with at most two. `--shape` sets how the mix changes. `--load` is a share of what 16 replicas carry by
+arithmetic (planner/autoscaler/simulated_outlook.py) if they are split optimally at each moment. See
 docs/benchmarks/planner.md.
 """
 
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """Parse options; None: of the command line."""
+    """Parse the options; None: those of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--traces", type=Path, required=True, help="Directory with the two traces.")
     parser.add_argument(

@@ -112,7 +112,7 @@ class Site:
         ]
 
     def redis(self) -> list[Target]:
-        """Return the embedded Redis, a child of the index actor. It overwrites its environment, including our mark."""
+        """Return the embedded Redis as a child of the index actor: it overwrites the environment that had our mark."""
         return [Target("redis", pid) for actor in self.named("index") for pid in processes.children(actor.pid)]
 
     def memory(self, pools: Pools) -> dict[str, int]:

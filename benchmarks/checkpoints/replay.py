@@ -28,8 +28,8 @@ class Rule:
     """Positions of checkpoints, in addition to the end of a prompt's last full block.
 
     has_sight: also where the prompt's cached blocks end. has_answers: also every StateManager.interval tokens of an
-    answer. every: also at all multiples of so many tokens of a prompt. is_free: states take no memory, and every block
-    has one.
+    answer. every: also at all multiples of this many tokens of a prompt. is_free: states take no memory, and every
+    block has one.
     """
 
     has_sight: bool = False
@@ -51,13 +51,13 @@ class Rule:
 
 @dataclass
 class Tally:
-    """Counts of one replay. Checkpoints that an answer replaced by its next one are not evicted."""
+    """Counts of one replay. A checkpoint that the answer's next one replaces is not counted as evicted."""
 
     prompt_tokens: int = 0
     reused_tokens: int = 0
     checkpoints: int = 0
     evicted: int = 0
-    # Different checkpoints of a replica that prompts continued from.
+    # Distinct checkpoints from which prompts continued.
     used: int = 0
 
 
@@ -84,9 +84,9 @@ def replay(
 
 
 def routes(trace: Sequence[TraceRequest], num_replicas: int) -> list[int]:
-    """Return each request's replica: the one with its longest prefix of two or more ids, else that with least tokens.
+    """Return each request's replica: that with its longest prefix of two or more ids, else that with fewest tokens.
 
-    It does not depend on what replicas have evicted, so all rules get the same routes.
+    Evictions do not change routes, so all rules get the same ones.
     """
     loads, replica_of, chosen = Counter(dict.fromkeys(range(num_replicas), 0)), dict[int, int](), list[int]()
     for request in trace:

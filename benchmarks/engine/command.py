@@ -48,14 +48,11 @@ def engine(
     Large batches are limited by compute, so their share is small.
 
     `chosen` lists, for each shape of product and for attention, the time of each implementation on one thread, as
-    measured
-    when this machine was first used, and the one used for prompts of that many rows: our kernels, unless another one is
-    1.3
-    times as fast.
+    measured when this machine was first used, and the one used for prompts of that many rows: our kernels, unless
+    another one is 1.3 times as fast.
 
     --host uses a forward pass that takes no time. It reports the time to schedule, build and record a step's rows: in
-    total,
-    and the part that delays steps under async scheduling, as on a GPU.
+    total, and the part that delays steps under async scheduling, as on a GPU.
     """
     from benchmarks.engine.bench import bench_engine
     from core.model.source import resolve

@@ -32,8 +32,8 @@ step_seconds = partial(device_seconds, tries=10, head_start_cycles=60_000_000)
 def bench_gpu_steps(shapes: Seq[str], *, pool_dtype: str = "auto") -> dict[str, Any]:
     """Measure steps of models with random weights. Returns plain JSON values.
 
-    floor: bytes read by a step (all weights, of experts those expected for random choices, and KV) over the copy
-    bandwidth measured in the same run.
+    floor: time to read a step's bytes at the copy bandwidth measured in the same run. The bytes are KV and weights; of
+    the experts, as many as random choices are expected to hit.
     """
     device = torch.device("cuda", 0)
     bytes_s = copy_rate(device)

@@ -1,7 +1,7 @@
 """Host time of a decode step: all work of an engine except the forward pass, which takes no time here.
 
-`host_ms`: with a vocabulary so small that the argmax costs almost nothing. On a CPU, a step is finished when it is
-launched, so all of this delays the next one. `greedy_ms`: with the model's vocabulary, including the argmax.
+`host_ms`: time with a vocabulary so small that the argmax costs almost nothing. On a CPU, a step is finished when it is
+launched, so all of this delays the next one. `greedy_ms`: time with the model's vocabulary, including the argmax.
 `penalty_ms`: additional time for a repetition penalty, after prompts of random, mostly distinct tokens. `rank_bytes`:
 bytes sent to each follower rank per step.
 
@@ -55,7 +55,7 @@ _SHORT_S = 0.25e-3
 
 
 def bench_host(*, batches: Seq[int], contexts: Seq[int], vocabulary: int, threads: int | None = None) -> dict[str, Any]:
-    """Measure, and return plain JSON values. threads: of the sampler; None: all processors."""
+    """Measure, and return plain JSON values. threads: the sampler's; None: all processors."""
     if threads is not None:
         torch.set_num_threads(threads)
     return {

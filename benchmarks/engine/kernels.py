@@ -262,7 +262,7 @@ def latent(device: torch.device) -> list[Case]:
 
 
 def experts(device: torch.device) -> list[Case]:
-    """Return cases of Qwen3 30B-A3B's expert layer: few tokens are limited by weights, many by products."""
+    """Return cases of Qwen3 30B-A3B's expert layer: few tokens are limited by reading weights, many by products."""
     num_experts, per_token, hidden, features = 128, 8, 2048, 768
     shapes = (num_experts, 2 * features, hidden), (num_experts, hidden, features)
     gate_up, down = (torch.randn(shape, device=device, dtype=torch.bfloat16) / shape[-1] ** 0.5 for shape in shapes)

@@ -139,7 +139,7 @@ def random_runner(
 ) -> ModelRunner:
     """Return a runner for one of SHAPES with random weights and `num_blocks` blocks. Raises SpecError.
 
-    recorded_rows, heads: see EngineConfig. changes: to the shape's config.json, such as `{"num_hidden_layers": 2}`.
+    recorded_rows, heads: see EngineConfig. changes: of the shape's config.json, such as `{"num_hidden_layers": 2}`.
     """
     if shape not in SHAPES:
         raise SpecError(f"shape {shape} not found; available: {', '.join(SHAPES)}")

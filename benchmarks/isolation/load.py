@@ -35,7 +35,7 @@ class Workload:
 
     streams: int = 4
     prompt_tokens: int = 1024
-    # Tokens per long prompt, so that its KV has to be transferred to the decode replica.
+    # Answer tokens per long prompt: several, so that its KV is transferred to the decode replica.
     answer_tokens: int = 8
     prefills_per_s: float
     quiet_s: float = 10.0  # without long prompts
@@ -73,7 +73,7 @@ class _Seen:
 
 
 async def measure(workload: Workload, ask: Ask) -> dict[str, Any]:
-    """Run the workload. Returns plain JSON values, times in milliseconds. Raises what `ask` raises to a stream."""
+    """Run the workload. Returns plain JSON values, times in milliseconds. Raises what `ask` raises for a stream."""
     load = _Load(workload, ask)
     streams = [asyncio.create_task(load.stream(seed)) for seed in range(workload.streams)]
     try:

@@ -1,7 +1,7 @@
 """Repeated messages of one size, over our link alone and over a bare TCP connection.
 
-Both ends of each are here. Buffers are reused, as in links. The receiver starts timing after the first few messages,
-which touch new memory.
+This module has both ends of each. Buffers are reused, as in links. The receiver starts timing after the first few
+messages, which touch new memory.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-_MOST_BYTES, _MOST_MESSAGES = 128 << 20, 512  # as benchmarks.kv.run
+_MOST_BYTES, _MOST_MESSAGES = 128 << 20, 512  # as in benchmarks.kv.run
 _NUM_TRIES = 6
 _NUM_BUFFERS = 2
 _WITHIN_S = 60.0

@@ -34,8 +34,8 @@ def bench_kv(
 ) -> dict[str, Any]:
     """Measure between two processes on the CPU. Returns plain JSON values.
 
-    encrypt: the link, which must be tcp. messages: sizes in bytes. prompts: lengths in tokens. threads: of the process
-    that computes prompts. Raises SpecError.
+    encrypt: encrypt the link, which must be tcp. messages: sizes in bytes. prompts: lengths in tokens. threads: those
+    of the process that computes prompts. Raises SpecError.
     """
     torch.set_num_threads(threads)
     host_link = backend_for(torch.device("cpu"), host_link=host_link)

@@ -2,9 +2,9 @@
 
     python -m benchmarks.kv_faults
 
-Asks for nothing but this machine: it deploys the demo model as one prefill and one decode replica, real processes and
-real links without Ray, plays each case, and looks at every answer and at every block. docs/benchmarks/kv_path.md says
-what a case is. Exit code: 0 nothing was wrong, hung, lost or died; 1 something was.
+Needs nothing but this machine. Deploys the demo model as one prefill and one decode replica, in real processes with
+real links but without Ray. Runs each case (see docs/benchmarks/kv_path.md), and checks every answer and every block.
+Exit code: 0 if nothing was wrong, hung, lost or died, else 1.
 """
 
 from __future__ import annotations

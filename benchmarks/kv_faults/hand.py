@@ -41,7 +41,7 @@ class HeldRequest:
         self.give_up = give_up
         self.handoff = handoff
         self.error = ""
-        # By epoch, as reported by the prefill replica.
+        # First token by epoch, as reported by the prefill replica.
         self.first: dict[int, int] = {}
         self.lease: asyncio.Task[None] | None = None
         self.has_started = asyncio.Event()
@@ -126,8 +126,8 @@ class HandRouter:
     async def fill(
         self, held: HeldRequest, prefill: LocalReplica, handoff: Handoff, *, prompt: list[int] | None = None
     ) -> Fill:
-        """Let a prefill replica compute `prompt` (default: the request's) and send it along this ticket, whatever its
-        state."""
+        """Let a prefill replica compute `prompt` (default: the request's) and send the KV along this ticket, whatever
+        the ticket's state."""
         worker, fill = await self._worker(prefill), Fill()
         request = (
             replace(held.request, token_ids=tuple(prompt), num_prompt_tokens=len(prompt)) if prompt else held.request
@@ -148,7 +148,7 @@ class HandRouter:
     async def _worker(self, replica: LocalReplica, *, listens: bool = False) -> GrpcWorker:
         """Return the connection to a replica.
 
-        Like a router, it follows the frames again after a loss before sending requests.
+        listens: first follow its frames (again, after a loss), as a router does before it sends requests.
         """
         if replica.id not in self._workers:
             self._workers[replica.id] = GrpcWorker(self._cluster.seen(replica).member, identity=self._identity)

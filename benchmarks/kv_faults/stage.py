@@ -30,7 +30,7 @@ from tests.support.rank_in_process import Fault
 PROMPT = 70  # tokens of a prompt under test
 _ANSWER = 24
 _OTHERS = 6  # prompts of five blocks each
-# Blocks of those, of one prompt, and one more for its answer.
+# Blocks of these prompts and of one more, with a block for its answer.
 _BLOCKS = 36
 # Prompts that a case may need.
 _STOCK = _OTHERS + 3
@@ -150,7 +150,7 @@ class Stage:
             self.outcome.seen = self.outcome.seen or held.error
 
     async def give_up(self, *held: HeldRequest) -> None:
-        """End these leases and wait for that."""
+        """End these leases, and wait until they have ended."""
         for one in held:
             one.give_up()
             assert one.lease
@@ -165,7 +165,7 @@ class Stage:
             self.outcome.num_foreign += answer in self._answers.values()
 
     async def strike(self, held: HeldRequest, **changes: Any) -> Fill:
-        """Fill a ticket with these changes, and record the result as seen by the case."""
+        """Fill a ticket with some fields changed, and record the result in the case's outcome."""
         fill = await self.hand.fill(held, self.prefill, replace(held.handoff, **changes))
         self.outcome.seen = fill.error or "answered"
         return fill
@@ -218,7 +218,7 @@ class Stage:
 
 
 def _held(replica: LocalReplica) -> int:
-    """Return the blocks that an idle replica still holds."""
+    """Return the number of blocks that an idle replica still holds."""
     blocks = replica.blocks
     return blocks["total"] - blocks["free"] - blocks["cached"]
 

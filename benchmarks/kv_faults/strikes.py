@@ -1,7 +1,7 @@
 """The fault cases, applied to our protocol.
 
-A reference to KV is a ticket here, and it travels in the other direction: the receiver of KV issues it to the sender.
-It names positions, never blocks, and only routers handle it, not clients. A fetched prefix is named by its hashes.
+In this protocol, a reference to KV is a ticket (a handoff), which the receiver of the KV issues to the sender. A ticket
+names positions, never blocks, and only routers handle it, not clients. A fetched prefix is named by its hashes.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ async def _forged_sender(stage: Stage) -> None:
 
 
 async def _damaged(stage: Stage) -> None:
-    """The router recovers: it asks another prefill replica, unnoticed by the client."""
+    """After a damaged payload, the router asks another prefill replica, unnoticed by the client."""
     bad = await stage.doomed(Role.PREFILL)
     mark = mark_of(bad.ranks[0].pid)
     mark.touch()
@@ -195,7 +195,7 @@ async def _foreign_prefix(stage: Stage) -> None:
 
 
 async def _evicted(stage: Stage) -> None:
-    """The index still lists a replica for the prefix."""
+    """The index still lists a replica that has evicted the prefix."""
     prefix_source = await stage.doomed(Role.PREFILL)
     prompt = await stage.prompt(PROMPT + 11)
     stage.direct(prompt, (prefix_source, stage.decode))
@@ -251,7 +251,7 @@ async def _finish_case(stage: Stage, doomed: LocalReplica, number: signal.Signal
 
 
 async def _restarted(stage: Stage) -> None:
-    """A decode replica dies with a ticket issued; its ticket then reaches another replica's name and address."""
+    """A decode replica dies after issuing a ticket, which is then redirected to another replica."""
     doomed = await stage.doomed(Role.DECODE)
     held = await stage.hold(decode=doomed)
     doomed.send(signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""What a routing decision costs: `python -m benchmarks.router.routing`. See docs/benchmarks/planner.md.
+"""Cost of a routing decision: `python -m benchmarks.router.routing`. See docs/benchmarks/planner.md.
 
 All times are CPU time of one core, so other load does not count. Redis is not involved.
 

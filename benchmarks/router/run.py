@@ -107,7 +107,7 @@ async def _started(model_dir: Path, *, num_replicas: int, trace_ratio: float | N
 
 
 async def _costs(sides: _Sides, target: Endpoint, load: RouterLoad) -> dict[str, Any]:
-    """Measure the cost of a request with one-token answers, and of a token with what longer answers add."""
+    """Measure the cost of a request by one-token answers, and the cost of a token by what longer answers add."""
     # Warm up.
     await _ask_all(target, load, num_tokens=4)
     rows = []

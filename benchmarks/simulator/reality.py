@@ -1,7 +1,7 @@
 """Compare the simulator with real deployments: `python -m benchmarks.simulator.reality --trace FILE`.
 
 For each topology: measures this machine (`cluster profile`), deploys the topology, replays a slice of the trace against
-it (`cluster bench`), asks what it has learnt of itself (`cluster profile --live`), takes it down, and simulates the
+it (`cluster bench`), reads the rates that it has learned (`cluster profile --live`), takes it down, and simulates the
 same slice on both profiles. Prints a table, with the share of time that the hypervisor took from this machine. Run it
 while nothing else does; see docs/benchmarks/planner.md.
 """

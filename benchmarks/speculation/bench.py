@@ -2,10 +2,10 @@
 
 All methods answer the same prompts alternately, some tokens of every row at a time, so that disturbances of the machine
 affect all of them; the speedup is the median over the rounds. Only full batches are timed: when an answer ends, the
-next one begins, as in a replica with a queue. (Otherwise the row with the fewest accepted drafts would dominate.) Step
-times and acceptance rates are learned from earlier rounds, but earlier answers are unknown, so repeated similar
-requests are faster than measured here. Prompts are computed before timing. `--cpu-time`: CPU time of one thread, for a
-busy machine.
+next one begins, as in a replica with a queue. (Otherwise the row with the fewest accepted drafts would dominate.)
+Methods learn step times and acceptance rates from earlier rounds, but do not see the earlier answers, so repeated
+similar requests are faster than measured here. Prompts are computed before timing. `--cpu-time`: CPU time of one
+thread, for a busy machine.
 
     python -m benchmarks speculation --json
     python -m benchmarks speculation --method draft,auto --draft-model DIRECTORY

@@ -120,7 +120,7 @@ def _words(listed: str) -> list[str]:
 
 
 def _drafts(methods: list[str], source: str | None, model: str, model_dir: Path) -> DraftSource | None:
-    """Return the draft source that these methods need, if any. Raises SpecError like a spec with them."""
+    """Return the draft source that these methods need, if any. Raises SpecError where a spec would."""
     from core.model.draft_source import check_same_tokens, draft_source
     from core.spec.loader import parse_spec
 

@@ -44,7 +44,7 @@ class Endpoint(Protocol):
     def ask(
         self, token_ids: Sequence[int], *, max_tokens: int, timeout_s: float
     ) -> AsyncGenerator[int | ReportedUsage, None]:
-        """Generate exactly `max_tokens`, greedily. Yields the token count of each event, and the usage last.
+        """Generate exactly `max_tokens` tokens, greedily. Yields the token count of each event, and the usage last.
 
         Leaving the iteration cancels the request. Raises RequestFailed.
         """

@@ -17,7 +17,7 @@ from core.trace.trace import TraceRequest
 from core.trace.traffic import Slo
 from core.types.errors import RequestFailed
 
-# Token ids below this exist in every model; 100^8 different blocks of eight tokens.
+# Token ids below this exist in every model. They make 100^8 different blocks of eight tokens.
 _VOCABULARY = 100
 
 
@@ -131,7 +131,7 @@ def summary(answers: Sequence[Answered], slo: Slo) -> dict[str, Any]:
 
 
 def prompt_of(request: TraceRequest, *, seed: int) -> list[int]:
-    """Return the token ids of a trace's request: equal ids give equal tokens, different ids different ones.
+    """Return the prompt of a trace's request: equal hash ids give equal tokens, different ids different ones.
 
     Another `seed` gives other prompts, which miss every cache.
     """

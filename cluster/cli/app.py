@@ -90,7 +90,7 @@ _UsageError = typer.BadParameter.__base__
 
 def main() -> None:
     for number in ENDINGS:
-        # Signals stay ignored, for example under nohup.
+        # A signal that is ignored stays so, for example under nohup.
         if signal.getsignal(number) is not signal.SIG_IGN:
             # Exit through SystemExit, to clean up as on Ctrl-C.
             signal.signal(number, lambda number, _: sys.exit(128 + number))
@@ -135,7 +135,7 @@ def run_app(commands: typer.Typer, arguments: list[str], *, name: str) -> tuple[
         print(f"{name}: interrupted", file=sys.stderr)
         return Interrupted.exit_code, "interrupted"
     except BrokenPipeError:
-        # The reader has closed our output.
+        # The reader of our output has closed the pipe.
         return 0, ""
     except Exception as error:
         if not (_UsageError and isinstance(error, _UsageError)):

@@ -100,7 +100,7 @@ class _Run:
     def __init__(
         self, requests: BinaryIO, answers: BinaryIO, failures: Path, urls: list[str], *, model: str, is_offline: bool
     ) -> None:
-        """model: name for requests that name none; empty: leave it out."""
+        """model: added to requests that name none, unless empty."""
         self._requests = requests
         self._answers = answers
         self._failures = failures
@@ -152,7 +152,7 @@ class _Run:
                     raise SpecError(f"{self._requests.name}:{number}: changed during the run: {error}") from None
 
     async def _check_server(self) -> None:
-        """Raise RequestFailed if no server answers at all. Later, requests wait for one until the deadline."""
+        """Raise RequestFailed if no server answers now. Later in the run, requests wait for one until the deadline."""
         import httpx
 
         for url in self._urls:
@@ -201,7 +201,7 @@ class _Run:
         self.num_answered += 1
 
     async def _final_answer(self, request: BatchRequest) -> httpx.Response:
-        """Send a request, again and again while a later try may succeed. Raises TimeoutError with the last reason."""
+        """Send a request, and retry while a later attempt may succeed. Raises TimeoutError with the last reason."""
         import httpx
 
         content = json.dumps(self._defaults | request.body).encode()

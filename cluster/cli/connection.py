@@ -101,7 +101,7 @@ def open_access(name: str | None, endpoint: str | None, api_key: str | None) -> 
 
 
 def access_to(state: State | None, api_key: str | None) -> EndpointAccess:
-    """Return access to a deployment's endpoints; None: to an endpoint given by its address."""
+    """Return access to a deployment's endpoints. state=None: to an endpoint given by its address."""
     from core.wire.client_access import EndpointAccess
 
     if state is None:
@@ -115,7 +115,7 @@ def access_to(state: State | None, api_key: str | None) -> EndpointAccess:
 
 
 def ask_routers_of(name: str | None, admin: str | None, path: str) -> list[AdminAnswer]:
-    """GET `path` from the admin port `admin`, or if None from each router's.
+    """GET `path` from the admin port `admin`; None: from each router's.
 
     Returns at least one response, else raises ClusterError.
     """

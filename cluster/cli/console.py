@@ -78,7 +78,7 @@ def say(line: str) -> None:
 def progress_bar(*titles: str, is_transient: bool) -> Progress:
     """Return a progress bar for tasks with a known number of steps, shown only on a terminal. titles: shown before it.
 
-    is_transient: it disappears at the end.
+    is_transient: remove it at the end.
     """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn

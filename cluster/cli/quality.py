@@ -169,7 +169,7 @@ def formats(
     print(f"wrote {output}{note}")
 
 
-# Values of kv.pool_dtype, kv.wire_dtype and model.weights.
+# Formats by name, and their values of kv.pool_dtype, kv.wire_dtype or model.weights.
 _POOLS = {"bf16": "auto"} | QUANTIZED
 _WIRES = {"raw": "raw"} | QUANTIZED
 _HELD = {"bf16": "widen", "stored": "auto", "int8": "int8"}
@@ -212,7 +212,7 @@ def _check_kv(config: ModelConfig, pools: Iterable[tuple[str, tuple[int, ...]]],
 
 
 def _split(name: str) -> tuple[str, str, int | None, str]:
-    """Return a format's label, its kind, its group, and its checkpoint's source if it names one. Raises SpecError."""
+    """Return a format's label, kind, group size, and the checkpoint that it names, if any. Raises SpecError."""
     from engine.quantization.formats import FORMATS
 
     label, equals, source = name.partition("=")

@@ -46,7 +46,7 @@ def status(name: Name = None, as_json: AsJson = False) -> None:
 
 
 def _seen_without_ray(state: State) -> list[str]:
-    """Return what the routers of this machine report, which serve without Ray's control plane."""
+    """Return the reports of this machine's routers, which keep serving without Ray's control plane."""
     from cluster.launch.endpoints import openai_urls
     from cluster.launch.router_admin import ask_here
 
@@ -67,7 +67,6 @@ def _update_lines(revision: RevisionReport) -> list[str]:
 
 
 def as_text(report: DeploymentReport) -> str:
-    """Format the report as text."""
     from cluster.launch.endpoints import openai_urls
 
     rows = [["REPLICA", "STATE", "NODE", "DEVICES", "BLOCKS", "FREE", "CACHED", "RUNNING", "WAITING", ""]]

@@ -112,7 +112,7 @@ def _head(views: Sequence[View]) -> str:
 
 
 def _worst(points: Sequence[Mapping[str, Any]], key: str) -> str:
-    """Return the mean of the seconds' P50 values and the highest P99."""
+    """Return the mean of the P50 values of each second, and the highest P99."""
     values = [point[key] for point in points if point[key]]
     if not values:
         return "-"

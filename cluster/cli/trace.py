@@ -32,7 +32,7 @@ def trace(request_id: RequestId, name: Name = None, admin: Admin = None, as_json
 
 
 def picture(id: str, life: dict[str, Any]) -> list[str]:
-    """Return the lines of one request's timeline. life: as in Life.as_dict."""
+    """Return the lines of one request's timeline. life: from Timeline.as_dict."""
     spans, total_s = spans_of(life), float(life["seconds"])
     path = critical_path(spans)
     first_s, trace_id = float(life["first_token_s"]), life["trace_id"]

@@ -132,8 +132,8 @@ class Controller:
     async def update(self, spec: dict[str, Any], options: UpdateOptions, *, seen: dict[str, Any] | None = None) -> bool:
         """Start an update to `spec`. Return False if it replaces no replica.
 
-        seen: the spec that the operator edited; scaling done since then is kept. Raises SpecError, and DeployError if
-        there is no room; nothing has changed then.
+        seen: the spec that the operator edited; it must still be current. Raises SpecError, and DeployError if there is
+        no room; nothing has changed then.
         """
         desired = await self._adopted()
         self._updates.begin(desired, parse_spec(spec), options, seen=parse_spec(seen) if seen else None)
@@ -216,7 +216,7 @@ class Controller:
         return change
 
     async def revoke_key(self, key: ApiKey) -> KeyChange:
-        """Stop admitting clients by this key."""
+        """Stop admitting clients that present this key."""
         change = await self._key_keeper.revoke(key)
         logger.info(
             "API key revoked key=%s name=%s tenant=%s published=%s problem=%s",
@@ -225,7 +225,6 @@ class Controller:
         return change
 
     async def note_traffic(self, traffic_report: TrafficReport) -> TrafficAnswer:
-        """Record a router's traffic report."""
         return TrafficAnswer(life=self._traffic.note(traffic_report), scaling=self._autoscaling.shown())
 
     async def start_capture(self, *, max_bytes: int) -> None:
@@ -309,7 +308,7 @@ class Controller:
     def _new_id(self, role: Role, make: int) -> str:
         """Return an unused replica id for a replica of revision `make`.
 
-        Stored before use, so that it holds across restarts.
+        The number is stored before use, so that a restarted controller does not reuse it.
         """
         replica = replica_id(role, self._known.take_number(role))
         if make != self._known.makes[role]:
@@ -323,7 +322,7 @@ class Controller:
         return self._known
 
     def _take_charge(self, desired: Desired) -> None:
-        """Begin to work for a deployment."""
+        """Start managing a deployment."""
         redirect_output(_own_log(desired.launch.log_dir), who=CONTROLLER)
         self._keys, reporter = KeyKeeper(desired.launch), RevisionReporter(desired.launch)
         self._updater = Updater(self._pools, reporter=reporter, save=lambda: desired_store.save(self._known))

@@ -32,7 +32,7 @@ class Parts:
 
 @dataclass(kw_only=True)
 class Desired:
-    """Desired state: what replicas are started with, and the current spec, including scaling since it was applied."""
+    """Desired state: how replicas are started, and the current spec, including scaling since it was applied."""
 
     launch: Launch
     parts: Parts = Parts()

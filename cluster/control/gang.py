@@ -77,7 +77,7 @@ class Gang:
         self._ranks: list[Any] = []  # in rank order
 
     async def place(self, waiting: Callable[[str], None]) -> None:
-        """Wait without limit until one node has room for all ranks. `waiting` is called with the reason."""
+        """Wait without limit until one node has room for all ranks. Calls `waiting` with the reason."""
         async with _choosing:
             if node := self._preferred_node():
                 self._group = self._reserve({**self._pool.labels, _NODE_ID: node.id})
@@ -132,7 +132,7 @@ class Gang:
             self._ranks.append(actor)
 
     def find(self) -> None:
-        """Find the running actors and placement group, in place of place() and spawn(). Raises ReplicaFailed."""
+        """Find the running actors and placement group, instead of place() and spawn(). Raises ReplicaFailed."""
         name = self._desired.spec.name
         try:
             self._group = get_placement_group(_group_name(self.name, name))
@@ -162,7 +162,7 @@ class Gang:
         return str(names.pop())
 
     async def become(self, replica: str, desired: Desired) -> list[Binding]:
-        """Turn the drained ranks into those of `replica`, with its role. They have to load afterwards."""
+        """Turn the drained ranks into those of `replica`, with its role. The caller must load them afterwards."""
         part = desired.parts.rank(role_of(replica))
         bindings: list[Binding] = await self.ask_all("become", part, desired.launch, replica, within_s=None)
         return bindings
@@ -187,7 +187,7 @@ class Gang:
                 call = self._ranks[rank].run_forever.options(concurrency_group="watch").remote()
                 await _translate_errors(rank, call)
             except RankUnreachable:
-                # Possibly the network. A rank that hangs is detected by its missing status.
+                # The network may have failed. A rank that hangs is detected by its missing status.
                 await asyncio.sleep(_UNAVAILABLE_S)
             else:
                 raise ReplicaFailed(f"rank {rank} stopped by itself", rank=rank)

@@ -88,8 +88,8 @@ def preferred_node(
     Spreads replicas, so that a failing host takes few of them.
 
     taken: number of the pool's replicas by node id; among equals the node with the most room wins. failures: the pool's
-    recent failed starts by node name. Nodes with failures come last: such a node has no replica, so it would be chosen
-    again until the pool gives up.
+    recent failed starts by node name. Nodes with failures come last: having no replica, such a node would otherwise be
+    chosen until the pool gives up.
     """
     need = _gang(pool)
     room = {node.id: _times(need, node.available) for node in nodes}
@@ -145,8 +145,7 @@ def live_nodes() -> list[Node]:
 
 
 def check_room(spec: Spec, more: Mapping[Role, int], *, is_draining: bool) -> None:
-    """Raise DeployError if the nodes lack room for `more` replicas. is_draining: some replicas are about to free
-    theirs."""
+    """Raise DeployError if the nodes lack room for `more` replicas. is_draining: some room is about to be freed."""
     nodes = live_nodes()
     if min(more.values(), default=0) < 0 or is_draining:
         # Room is being freed, on nodes that are not known yet: count all of it.
@@ -159,7 +158,7 @@ def share_out(
 ) -> dict[Role, int]:
     """Return how many missing replicas of each pool fit in addition to those already waiting. Pure.
 
-    Pools take turns, one replica each, so that none starves another.
+    Pools take turns, one replica each, so that no pool starves another.
     """
     found = dict.fromkeys(pools, 0)
     growing = [role for role in pools if lacking[role]]

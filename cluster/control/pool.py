@@ -43,7 +43,7 @@ class ReplicaPool:
         self._changed = changed
         self._lives: dict[str, ReplicaLifecycle] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        # By revision. They stay after their replicas have left.
+        # By revision; kept after the replicas have left.
         self._starts: defaultdict[int, StartHistory] = defaultdict(StartHistory)
         # Newest revision that has a goal.
         self._newest = make
@@ -52,7 +52,7 @@ class ReplicaPool:
         self.drain_times_s: deque[float] = deque(maxlen=_KEPT_TIMES)
 
     def reconcile(self, goals: Mapping[int, Goal], new_id: Callable[[int], str]) -> None:
-        """Start and retire replicas until each revision has its number of them, as far as its backoff allows.
+        """Start and retire replicas until each revision has its desired number, as far as its backoff allows.
 
         Replicas of revisions without a goal leave. Never blocks. new_id: returns the id for a new replica of the given
         revision.
@@ -109,7 +109,7 @@ class ReplicaPool:
         return self._lives.get(replica)
 
     def home(self, replica: str) -> Home | None:
-        """Return where a replica's logs are, also after it has left."""
+        """Return the node with a replica's logs, also after it has left."""
         life = self.get(replica)
         return life.home if life else self._past_homes.get(replica)
 
@@ -205,7 +205,7 @@ class ReplicaPool:
 
 
 def life_of(replica: str, pools: Mapping[Role, ReplicaPool]) -> ReplicaLifecycle:
-    """Return a present replica. Raises SpecError if it has left or never was."""
+    """Return a present replica. Raises SpecError if it has left or never existed."""
     life = pool_of(replica, pools).get(replica)
     if life is None:
         raise SpecError(f"{replica} has left already")

@@ -30,7 +30,7 @@ class PoolPlan:
 
 @dataclass
 class StartHistory:
-    """Failures of a pool's replicas, and their start backoff: 1, 2, 4 ... 60 s; after ten failed rounds it gives up.
+    """Failures of a pool's replicas, and their start backoff: 1, 2, 4 ... 60 s; it gives up after ten failed rounds.
 
     Replicas that were started together and fail together count as one round. All times are from one monotonic clock.
     """

@@ -100,8 +100,6 @@ class ReplicaReport(TypedDict):
 
 
 class FailureReport(TypedDict):
-    """Failure of a replica."""
-
     replica: str
     role: str
     state: str  # at the time of the failure

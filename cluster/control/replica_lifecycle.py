@@ -26,7 +26,7 @@ _POLL_S = 1.0
 _POLL_EAGERLY_S = 0.2
 # A rank 0 that has not answered for this long is taken to hang.
 _SILENT_S = 60.0
-# Pause between two tries to adopt a replica, and their limit, which `cluster status` waits for.
+# Pause between two tries to adopt a replica, and the limit of all tries; `cluster status` waits that long.
 _TRY_AGAIN_S = 1.0
 _ADOPT_S = 30.0
 
@@ -89,7 +89,7 @@ class ReplicaLifecycle:
     async def live(self) -> None:
         """Start, serve and drain when asked to. Returns after a regular end, else raises ReplicaFailed.
 
-        In every case, including cancellation, all that remains of the replica is what its successor has taken over.
+        In every case, including cancellation, everything that its successor has not taken over is removed.
         """
         is_handed_on = False
         try:
@@ -112,7 +112,7 @@ class ReplicaLifecycle:
     def leave(self, successor: ReplicaLifecycle | None = None) -> None:
         """Drain, then let live() return.
 
-        If it does not serve yet there is nothing to drain: the caller also cancels live().
+        A replica that does not serve yet has nothing to drain: the caller must also cancel live().
 
         successor: the replica that takes over this one's gang after the drain.
         """
@@ -123,7 +123,7 @@ class ReplicaLifecycle:
     def inherit(self, gang: Gang | None) -> bool:
         """Take over the predecessor's gang. gang: None if the predecessor has none to give.
 
-        Returns False if the gang was not taken; the caller removes it then.
+        Returns False if the gang was not taken; the caller must then remove it.
         """
         if not self._awaits_gang:
             return False
@@ -273,7 +273,7 @@ async def adopt_all(name: str, desired: Desired | None) -> list[ReplicaLifecycle
     """Return the replicas that an earlier run of the controller started, ordered by number.
 
     Incomplete replicas are removed; so are all of them if `desired` is None. Takes at most 30 s. Raises RayError, for
-    example while Ray itself is coming back; no adoption continues then.
+    example while Ray itself restarts; no adoption continues then.
     """
     # Sorted, so that they keep the order in which they were started.
     found = sorted(find_replicas(name), key=number_of)
@@ -300,7 +300,7 @@ async def _adopt(replica: str, name: str, desired: Desired | None) -> ReplicaLif
 
 
 async def _try_to_adopt(life: ReplicaLifecycle) -> bool:
-    """Adopt the replica. Return False if the network failed; it may return soon, as after a reboot of this host."""
+    """Adopt the replica. Return False if the network failed: it may soon recover, as after a reboot of this host."""
     try:
         await life.adopt()
     except (RankUnreachable, TimeoutError) as error:

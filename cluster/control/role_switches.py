@@ -94,5 +94,5 @@ class RoleSwitches:
 
 
 def _has_current_other_role(desired: Desired, role: Role) -> bool:
-    """Return whether this role's replicas were started with the current settings of the other role."""
+    """Return whether this role's replicas know the other role's current settings, by their revision."""
     return desired.makes[role] >= desired.makes[other(role)]

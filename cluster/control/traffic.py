@@ -33,7 +33,7 @@ _ID_BYTES = 6
 class TrafficLog:
     """Bounded log of recent requests, on the controller's event loop.
 
-    A restarted controller has a new `life`, on which routers resend all that they remember.
+    A restarted controller has a new `life`; routers that see it resend all that they remember.
     """
 
     def __init__(self, *, now: Callable[[], float] = monotonic) -> None:
@@ -163,7 +163,7 @@ class TrafficCapture:
         self.path.unlink(missing_ok=True)
 
     def _is_written(self, line: bytes) -> bool:
-        """Append one line. A full disk ends the capture, not the traffic report."""
+        """Append one line. Returns False on a full disk, which ends the capture but not the traffic report."""
         why = "disk full"
         try:
             if self._file.write(line) == len(line):

@@ -33,7 +33,7 @@ class AttachedList:
         self._parsed: dict[str, tuple[bytes, Launch | None]] = {}
 
     def launches(self) -> list[Launch]:
-        """Return how each attached deployment's processes were started.
+        """Return the launch parameters of each attached deployment.
 
         Raises DeployError if Ray's store does not answer.
         """

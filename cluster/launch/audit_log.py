@@ -41,7 +41,7 @@ def note_command(arguments: Sequence[str], *, exit_code: int, seconds: float, er
         "error": _without_password(error),
         "seconds": round(seconds, 1),
     }
-    with suppress(SpecError):  # there is no state directory, which the command has reported
+    with suppress(SpecError):  # no state directory; the command has reported it
         _append(states.audit_log_path(), line)
 
 

@@ -76,7 +76,7 @@ def deploy(
         states.save(up)
     except BaseException:
         with _signals_ignored():
-            # The terminal may be gone; that may be the reason for ending.
+            # The terminal may be gone, which may have caused this exit.
             with contextlib.suppress(OSError):
                 reporter.say("removing what was started")
             take_down(state, force=True)
@@ -119,7 +119,7 @@ def router_application(launch: Launch, endpoints: Endpoints) -> serve.Applicatio
 
 @dataclass(frozen=True, kw_only=True)
 class _Place:
-    """Placement of a deployment, and what is decided for it."""
+    """Placement of a deployment, and the settings chosen for it."""
 
     # With the router's host, keys and ports filled in.
     spec: Spec

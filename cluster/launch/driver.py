@@ -61,7 +61,7 @@ def connect(address: str, name: str, *, within_s: float = _JOIN_S) -> None:
     _reject_stopped_raylet(address)
     logging.getLogger("ray").setLevel(logging.ERROR)
     internals.keep_off_stdout()
-    # One attempt of 45 s; Ray's default is twenty.
+    # Make one attempt of 45 s; Ray's default is twenty attempts.
     os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "1")
     # Ray replaces the handlers; its own prints a C++ stack.
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, *ENDINGS)}
@@ -128,7 +128,7 @@ def run_on_each(nodes: Sequence[Node], function: Callable[..., T], *args: Any) -
 
 
 def answers_of(nodes: Sequence[Node], function: Callable[..., T], *args: Any, within_s: float) -> list[T]:
-    """Run `function` on each node, and return the results of those that answer. A node that just died may be listed."""
+    """Run `function` on each node, and return the results of those that answer: a node may just have died."""
     references = [run_on(node.id, function, *args) for node in nodes]
     done, _ = ray.wait(references, num_returns=len(references), timeout=within_s)
     answers: list[T] = []
@@ -149,7 +149,7 @@ def is_of_ray_up() -> bool:
 
 
 def is_endpoint_free(host: str | None, port: int) -> bool:
-    """Return whether a router could listen at `host`. Runs on a node; the default host is its address."""
+    """Return whether a router could listen at `host`. Runs on a node. host=None: the node's address."""
     return is_free(host or this_ip(), port)
 
 

@@ -92,7 +92,7 @@ def with_endpoints(state: State, spec: Spec, endpoints: Endpoints) -> State:
 def keys_of(router: RouterSpec, endpoints: Endpoints, *, has_keys: bool) -> Literal["required", "none"]:
     """Return "required" if clients need an API key, else "none". has_keys: keys exist already.
 
-    Raises SpecError if the spec has to set it.
+    Raises SpecError if the spec must set router.keys.
     """
     if router.keys is not None:
         return router.keys

@@ -1,4 +1,4 @@
-"""Checks of the hosts of a deployment: each examines itself, and versions and clocks are compared.
+"""Checks of the hosts of a deployment: each host examines itself, then their versions and clocks are compared.
 
 A finding is one line. `error: ...` stops `cluster deploy`, `warning: ...` is only shown.
 """

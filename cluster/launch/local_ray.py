@@ -132,7 +132,7 @@ def stop(local: LocalRay) -> None:
 
 
 def join(local: LocalRay) -> None:
-    """Set the environment for a driver of this Ray. Call this before importing Ray, which reads some of it then."""
+    """Set the environment for a driver of this Ray. Call this before importing Ray, which reads some of it."""
     is_set = local.environment.items() <= os.environ.items()
     assert is_set or "ray" not in sys.modules, "Ray was imported before local_ray.join()"
     os.environ.update(local.environment)
@@ -145,7 +145,7 @@ def disable_client_server(parameters: Any, is_head: bool) -> None:
 
 
 def _temporary_dir() -> str:
-    """Return the user's temporary directory, or /tmp if Ray cannot use it: a batch system's may be long."""
+    """Return the user's temporary directory, or /tmp if its path is too long for Ray or is not ASCII."""
     try:
         usual = tempfile.gettempdir()
     except FileNotFoundError:  # none is writable

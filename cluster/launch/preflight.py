@@ -91,7 +91,7 @@ def check_ranks(spec: Spec, config: ModelConfig) -> None:
 def check_index(url: str, *, name: str = "", trust_network: bool = False) -> None:
     """Check an external Redis: it must be protected and reachable, and no other deployment may use `name` in it.
 
-    Routers and replicas would keep running without Redis, but never find each other.
+    Without Redis, routers and replicas would run, but never find each other.
     """
     from core.index.membership import LEASE_S, living_members
     from core.index.redis_server import asked_once, place_of
@@ -121,7 +121,7 @@ def check_index(url: str, *, name: str = "", trust_network: bool = False) -> Non
 def check_network(spec: Spec, nodes: Sequence[Node], *, is_one_machine: bool = False) -> None:
     """Check that unprotected traffic stays on private networks on every node, unless the spec allows it.
 
-    is_one_machine: the embedded index is on loopback then; links still use the node's address.
+    is_one_machine: the embedded index listens on loopback; links still use the node's address.
     """
     pools = [spec.pool(role) for role in Role]
     between_gpus = "nixl" if spec.kv.host_link == "nixl" else "nccl"
@@ -138,7 +138,7 @@ def check_network(spec: Spec, nodes: Sequence[Node], *, is_one_machine: bool = F
 
 
 def _unprotected(url: str) -> str:
-    """Return the protection that a Redis beyond loopback lacks; empty if none."""
+    """Return the protection that a Redis beyond loopback lacks; empty if it lacks none."""
     parts = urlsplit(url)
     if parts.scheme == "unix" or parts.hostname is None or is_loopback(parts.hostname):
         return ""

@@ -28,7 +28,7 @@ _ANSWER_S = 3.0
 # Two requests, each with connect and read.
 _NODE_S = 15.0
 _POLL_S = 0.1
-# From all replicas being ready until every router sees them.
+# Limit of the time from all replicas being ready until every router sees them.
 _SEE_ALL_S = 60.0
 _MAX_HEALTH_BYTES = 1 << 20
 _MAX_BYTES = 64 << 20  # far more than any answer has

@@ -95,7 +95,7 @@ class Router:
     async def check_health(self) -> None:
         """Raise ReplicaFailed if the router is broken.
 
-        Serve calls this every few seconds and then starts a replacement.
+        Serve calls this every few seconds, and replaces a broken router.
         """
         if self._service and not self._service.is_live():
             raise ReplicaFailed("router background tasks are crash-looping; see its log")

@@ -159,7 +159,7 @@ def find(name: str | None) -> State:
 
 
 def choose(name: str | None, deployed: Sequence[str], *, hint: str = "") -> str:
-    """Choose a name as find() does. hint: appended to the error if there is none."""
+    """Choose a name as find() does. hint: appended to the error if nothing is deployed."""
     if name is None and len(deployed) > 1:
         raise SpecError(f"several deployments are up: {', '.join(deployed)}; choose one with --name")
     if not deployed or (name is not None and name not in deployed):

@@ -16,11 +16,11 @@ from cluster.launch.state import State
 from core.types.errors import ClusterError, DeployError, ReplicaDidNotStart
 from core.types.request import Role
 
-# A restarted controller adopts its replicas first; `status` reports that it does not answer yet.
+# A restarted controller first adopts its replicas. Until then, `status` reports that it does not answer.
 _ASK_S = 15.0
 _POLL_S = 0.25
 _LOG_LINES = 20
-# A killed process may have been bad luck once.
+# One failed round may be bad luck, such as a killed process.
 _MAX_FAILED_ROUNDS = 2
 
 

@@ -75,7 +75,7 @@ class RankActor:
 
     def load(self, addresses: list[str]) -> None:
         self._bound.load(addresses)
-        # After a role switch only what is new since `spare_the_old`, in milliseconds; no caller waits for it.
+        # After a role switch, collect what is new since `spare_the_old`. It takes milliseconds, and no caller waits.
         if self._has_loaded:
             gc.collect()
         else:

@@ -1,4 +1,4 @@
-"""Ray's control store as durable key-value storage: as durable as Ray's knowledge of its actors.
+"""Ray's control store as key-value storage, as durable as Ray's own table of actors.
 
 Each deployment has a namespace for its entries. Ray must be connected when a function is called. All functions raise
 DeployError if the store does not answer.
@@ -36,7 +36,6 @@ def _one_line_errors() -> Iterator[None]:
 
 @_one_line_errors()
 def put(space: str, key: str, text: str) -> None:
-    """Store the text."""
     from ray.experimental import internal_kv
 
     internal_kv._internal_kv_put(key.encode(), text.encode(), overwrite=True, namespace=space.encode())

@@ -50,7 +50,7 @@ _RULES = {
     "decode.replicas": Needs.NOTHING,
     "autoscale": Needs.NOTHING,
     "speculation": Needs.DECODE,
-    # The layers of draft heads are transferred.
+    # Draft heads have KV layers, which replicas transfer.
     "speculation.model": Needs.REPLICAS,
     "engine": Needs.REPLICAS,
     "model.dtype": Needs.REPLICAS,

@@ -33,8 +33,6 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateOptions:
-    """Options of an update."""
-
     # Share of requests for the new revision at first; None: as many as it has room for.
     canary: float | None = None
     # Duration of the canary phase.
@@ -64,8 +62,6 @@ class UpdateOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """One update of a deployment."""
-
     revision: int  # target revision
     spec: Spec  # spec of the target revision
     roles: frozenset[Role]  # roles whose replicas are replaced

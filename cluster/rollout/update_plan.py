@@ -28,7 +28,7 @@ class ReplicaCount:
 
     # Serving long enough for routers to have seen it.
     ready: int = 0
-    # Placed, or serving only since a moment.
+    # Placed, or serving too briefly for routers to have seen it.
     starting: int = 0
     # Waiting for room.
     pending: int = 0
@@ -41,7 +41,7 @@ class ReplicaCount:
 
 @dataclass(frozen=True, kw_only=True)
 class RoleView:
-    """Replicas of one role during an update, of both revisions."""
+    """Replicas of both revisions of one role during an update."""
 
     leaving: ReplicaCount
     candidate: ReplicaCount

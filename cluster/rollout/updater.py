@@ -56,8 +56,8 @@ class Updater:
     ) -> list[SpecChange]:
         """Start an update to `spec`. Returns the changes.
 
-        seen: the spec that the operator edited; None: do not check. Raises SpecError, and DeployError if there is no
-        room for the new revision next to the old one; nothing has changed then.
+        seen: the spec that the operator edited, which must still be current; None: any is. Raises SpecError, and
+        DeployError if there is no room for the new revision next to the old one; nothing has changed then.
         """
         update = desired.update
         is_returning = update is not None and update.phase is Phase.RETURNING
@@ -207,7 +207,7 @@ class Updater:
         )
 
     def _views(self, desired: Desired, update: Update) -> dict[Role, RoleView]:
-        """Return the state of the replaced roles, from the leaving revision to the candidate."""
+        """Return the replicas of both revisions for each replaced role."""
         views: dict[Role, RoleView] = {}
         candidate_pools: dict[Role, PoolSpec] = {}
         lacking: dict[Role, int] = {}
@@ -247,7 +247,7 @@ class Updater:
             return dict.fromkeys(pools, 0)
 
     def _check_room(self, desired: Desired, spec: Spec, roles: Iterable[Role]) -> None:
-        """Check that one new replica of each role fits next to the old ones, or once only one of these is left.
+        """Check that one new replica of each role fits next to the old ones, or after these have shrunk to one.
 
         Raises DeployError.
         """
@@ -257,7 +257,7 @@ class Updater:
         try:
             check_fit(nodes, pools, counts)
         except DeployError as error:
-            # It never fits.
+            # Raise if they would not fit on empty nodes either.
             check_fit([replace(node, available=node.total) for node in nodes], pools, counts)
             alone = [role for role in roles if desired.spec.pool(role).replicas == 1]
             if alone:

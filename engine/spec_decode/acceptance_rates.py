@@ -1,4 +1,4 @@
-"""Running acceptance rates of proposers, learned from the actual next tokens of sequences, drafted or not."""
+"""Running acceptance rates of proposers, learned from the tokens that actually followed each proposal."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from engine.scheduler.sequence import Sequence
 from engine.spec_decode.proposer import NUM_KINDS, Proposal
 
 _PRIOR = 4.0  # tokens; weight of the prior rates
-_MEMORY, _MEMORY_OF_MEAN = 256.0, 32.0  # tokens of a kind; beyond that the older half counts half
+_MEMORY, _MEMORY_OF_MEAN = 256.0, 32.0  # tokens of a kind; beyond that, its counts are halved
 # Kinds of look-ups grow with the length of the match, so longer matches start with a higher rate.
 _PRIOR_BY_KIND = [(1 + kind % 16) / (5 + kind % 16) for kind in range(NUM_KINDS)]
 _PRIOR_OF_MEAN = 0.2  # low, so that only trials, whose time is bounded, show whether calls of a model pay
-_KEEP = 0.9  # weight of the past of a sequence at each new proposal
+_KEEP = 0.9  # weight of a sequence's past at each new proposal
 _MEMORY_OF_YIELD = 512.0  # rows; older ones count little
-_MIN_DRAFTED = 1e-6  # tokens; a smaller mean is the rest of drafts long ago
-_BOUNDS = 0.05, 1.25  # of a sequence's factor; low, so that a sequence that is never guessed is soon left alone
+_MIN_DRAFTED = 1e-6  # tokens; a smaller mean is left over from drafts long ago
+_BOUNDS = 0.05, 1.25  # of a sequence's factor; unpredictable sequences soon stop drafting
 
 
 class AcceptanceRate:
@@ -32,7 +32,7 @@ class AcceptanceRate:
         self.rates = list(prior)  # by kind
 
     def observe(self, kinds: Seq[int], num_right: int) -> None:
-        """Count a proposal: its tokens that were judged, of which the first num_right were right."""
+        """Count a proposal. kinds: those of its judged tokens. num_right: number of leading ones that were right."""
         for place, kind in enumerate(kinds):
             self._reached[kind] += 1.0
             self._right[kind] += place < num_right
@@ -50,7 +50,7 @@ class SequenceFactor:
         self.value = 1.0
 
     def observe(self, expected: float, num_right: int) -> None:
-        """Count a proposal: the expected and the real number of right tokens among those judged."""
+        """Count a proposal by the expected and the actual number of right tokens."""
         self._expected = self._expected * _KEEP + expected
         self._right = self._right * _KEEP + num_right
         low, high = _BOUNDS
@@ -59,7 +59,7 @@ class SequenceFactor:
 
 @dataclass(eq=False, slots=True)
 class RatedProposal:
-    """Proposal for the tokens that a sequence has now. chances: by token, that it and all before it are right."""
+    """Proposal for a sequence as it is now. chances[i]: probability that tokens 0 to i are all right."""
 
     method: str
     start: int  # position of the first token
@@ -77,11 +77,11 @@ class _Row:
 class AcceptanceTracker:
     """Current proposals of sequences, and the acceptance rates learned from earlier ones.
 
-    Owned by the step thread. A proposal teaches as soon as its sequence has grown, whether it was drafted or not.
+    Owned by the step thread. A proposal updates the rates once its sequence has grown, even if it was never drafted.
     """
 
     def __init__(self, methods: Iterable[str], *, max_tokens: int, vocab_size: int) -> None:
-        """max_tokens: of a proposal."""
+        """max_tokens: maximum length of a proposal."""
         self._max_tokens = max_tokens
         self._vocab_size = vocab_size
         self._by_kind = {method: AcceptanceRate() for method in methods}
@@ -96,7 +96,7 @@ class AcceptanceTracker:
                 self._judge(row, row.proposals.pop(method), sequence.tokens)
 
     def note(self, method: str, sequence: Sequence, proposal: Proposal) -> None:
-        """Rate and keep a proposal for the tokens that the sequence has now."""
+        """Rate and keep a proposal for the sequence as it is now."""
         tokens = self._valid(proposal.tokens)
         if not tokens:
             return
@@ -129,7 +129,7 @@ class AcceptanceTracker:
         return [rate**place for place in range(1, num_tokens + 1)]
 
     def _valid(self, tokens: Seq[int]) -> Seq[int]:
-        """Cut at the length limit and before the first id outside the vocabulary."""
+        """Cut the tokens at the length limit and before the first id outside the vocabulary."""
         tokens = tokens[: self._max_tokens]
         if tokens and min(tokens) >= 0 and max(tokens) < self._vocab_size:  # the common case
             return tokens
@@ -159,7 +159,7 @@ class RowYield:
         self._rows = self._tokens = self._drafted = 0.0
 
     def add(self, num_rows: int, *, num_tokens: int, num_drafted: int) -> None:
-        """Count a step whose decoding rows gained num_tokens and computed num_drafted beside their own."""
+        """Count a step whose decoding rows gained num_tokens tokens and verified num_drafted draft tokens."""
         keep = max(0.0, 1 - num_rows / _MEMORY_OF_YIELD)
         self._rows = self._rows * keep + num_rows
         self._tokens = self._tokens * keep + num_tokens

@@ -1,6 +1,6 @@
 """Pure choice of the draft lengths of a step, and of the rows to call a model proposer for.
 
-Both maximize tokens per second over all rows of the step. At a rate of r tokens per second, a second costs r tokens.
+Both maximize tokens per second over all rows of the step. At this rate r, one more second costs r tokens.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from engine.spec_decode.step_cost import ProposalCost, StepCost
 
 _MIN_DRAFT_GAIN = 1.01  # planning takes time, too
-_MIN_CALL_GAIN = 1.02  # costs and rates are estimates, and the flattering ones are chosen
+_MIN_CALL_GAIN = 1.02  # choosing the best of many estimates favors overestimates
 
 
 def plan_drafts(chances: Seq[Seq[float]], num_rows: int, cost: StepCost, max_tokens: int) -> list[int]:
-    """Return the draft length of each row, of max_tokens together; all 0 if drafts gain nothing.
+    """Return the draft length of each row, at most max_tokens in total; all 0 if drafts gain nothing.
 
-    chances: by row and place, that the token and all before it are right. num_rows: rows that get one token anyway.
+    chances: by row and place, that all tokens up to there are right. num_rows: rows that get one token anyway.
     """
     floor = cost.break_even(num_rows)
     tokens = sorted((-chance, row) for row, own in enumerate(chances) for chance in own if chance > floor)[:max_tokens]
@@ -81,7 +81,7 @@ def _rate(chances: Seq[Seq[float]], cost: StepCost, max_tokens: int, *, call_s: 
 
 
 def _most_gain(known: Seq[Seq[float]], offer: CallOffer, cost: StepCost, rate: float, max_tokens: int) -> Call | None:
-    """Return the call that gains most where a second costs `rate` tokens. Each row then decides for itself."""
+    """Return the call that gains most if a second costs `rate` tokens. Each row is then decided by itself."""
     price, own = rate * cost.token * cost.factor(1), offer.cost  # price: of a draft token, in tokens
     best, best_gain = None, 0.0
     gains = [

@@ -2,7 +2,7 @@
 
 Look-ups are cheap: each row has one before every step, and a row whose look-ups were not worth a draft backs off. A
 model proposer is called if its learned acceptance rate and cost give more tokens per second than the proposals at hand
-(`plan_call`). One whose calls do not pay is tried, a token or two for one row, in 0.5 % of the time of all steps.
+(`plan_call`). Otherwise 0.5 % of the total step time goes to trials of a token or two for one row.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _RETRY_EVERY, _RETRY_EVERY_IN_BATCH, _BATCH = 4, 8, 8  # steps, steps, rows
 # Time for trials, in steps, because the unit of StepCost changes once step times are known. The lower bound is for the
 # state that a resting proposer collects before a trial.
 _TRIAL_SHARE, _MIN_TRIAL_COST, _MAX_SAVED = 0.005, 0.05, 4.0
-_FIRST_TOKENS = 20  # of an answer, for which a resting proposer collects state while a trial is affordable
+_FIRST_TOKENS = 20  # a resting proposer collects state for these while a trial is affordable
 
 # Backoff of model proposers, in steps without a call that pays.
 _PLAN_ALWAYS, _PLAN_EVERY, _PLAN_EVERY_RESTING, _REST_AFTER = 16, 8, 32, 256
 
-_NEAR = 2  # tokens; missing after any step with a draft
+_NEAR = 2  # tokens; up to this many are missing after any step with a draft
 _MIN_PIECE, _MAX_PIECE = 16, 512  # tokens of a prompt that one call computes
 _FIRST_MEAN_ANSWER, _KEEP_MEAN = 64.0, 0.95  # tokens; weight of earlier answers
 
@@ -66,8 +66,8 @@ class _Model:
 class DraftScheduler:
     """Decides before each step which proposers run, and runs the model proposers. Owned by the step thread.
 
-    A model proposer whose calls have not paid for 256 steps rests: it need not collect state in each step. It is then
-    tried in the first tokens of answers.
+    A model proposer whose calls have not paid for 256 steps rests: it need not collect state in each step. Trials then
+    use the first tokens of answers.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class DraftScheduler:
         *,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """clock: seconds that calls of the models take."""
+        """clock: seconds, to time the calls of the models."""
         self._models = {name: _Model(proposer) for name, proposer in models.items()}
         self._tracker = tracker
         self._clock = clock
@@ -108,7 +108,7 @@ class DraftScheduler:
         return due
 
     def note_lengths(self, lengths: Iterable[tuple[Sequence, int]]) -> None:
-        """Note for each row that was looked up the draft length that was worth it."""
+        """Record the draft length chosen for each row that was looked up."""
         for row, length in lengths:
             self._misses[row] = 0 if length else self._misses.get(row, 0) + 1
             if length:
@@ -191,7 +191,7 @@ class DraftScheduler:
         return (self._num_lookups + 1) % (_RETRY_EVERY if len(rows) < _BATCH else _RETRY_EVERY_IN_BATCH) == 0
 
     def _is_planned(self, model: _Model) -> bool:
-        """Return whether a call is considered in this step: after one that paid, after a trial, and now and then."""
+        """Return whether to consider a call in this step: soon after one that paid, after a trial, and periodically."""
         steps = model.steps_since_gain
         is_turn = steps % (_PLAN_EVERY_RESTING if model.is_resting else _PLAN_EVERY) == 0
         return is_turn or steps < _PLAN_ALWAYS or model.steps_since_call == 0
@@ -205,18 +205,18 @@ class DraftScheduler:
             can_propose = num_behind is not None and limit > 0 and self._tracker.is_missing(name, sequence)
             expected = self._tracker.expected(name, sequence, limit) if can_propose else ()
             chances.append(expected)
-            # Missing tokens before the last ones, mostly a prompt, are spread over the steps still to come.
+            # Spread the cost of missing tokens before the last ones, mostly a prompt's, over the remaining steps.
             late = max(0, (num_behind or 0) - _NEAR)
             missing.append(min(num_behind or 0, _NEAR) + late / self._steps_left(sequence, expected))
         return CallOffer(name, self._models[name].cost(cost), chances, missing)
 
     def _steps_left(self, sequence: Sequence, expected: Seq[float]) -> float:
-        """Estimate from the mean answer; an answer that is longer already is expected to double."""
+        """Estimate from the mean answer length; an answer past half of it is expected to double."""
         left = max(self._mean_answer - sequence.num_generated, float(sequence.num_generated), 1.0)
         return max(1.0, min(left, sequence.ends_at - len(sequence.tokens)) / (1.0 + sum(expected)))
 
     def _trial(self, offer: CallOffer, behind: Seq[int | None], cost: StepCost) -> Call | None:
-        """Return a call for one of the rows that the time saved for trials allows, a different one each time."""
+        """Return a trial call for one row, if the time saved for trials covers it. Rows take turns."""
         model = self._models[offer.method]
         depth = 1 + model.num_trials % 2
         can_try: list[int] = []
@@ -229,7 +229,7 @@ class DraftScheduler:
         return Call(offer.method, depth, [can_try[model.num_trials % len(can_try)]], is_trial=True)
 
     def _in_pieces(self, call: Call, behind: Seq[int | None], cost: StepCost) -> Call:
-        """Compute no more missing tokens before one step than take as long as a step, shortest rows first."""
+        """Limit the missing tokens before one step to those that take as long as the step; shortest rows first."""
         token_s = self._models[call.method].cost(cost).token_s
         room = max(_MIN_PIECE, min(_MAX_PIECE, int(cost.plain / token_s) if token_s else _MAX_PIECE))
         catch_up: list[tuple[int, int]] = []

@@ -15,8 +15,8 @@ NUM_KINDS = 48
 class Proposal:
     """Tokens that may follow a sequence.
 
-    kinds: evidence for each token, a number below NUM_KINDS with a meaning of the proposer's own. The acceptance rate
-    is learned by kind.
+    kinds: evidence for each token, a number below NUM_KINDS whose meaning the proposer defines. The acceptance rate is
+    learned by kind.
     """
 
     tokens: Seq[int]
@@ -27,7 +27,7 @@ NO_PROPOSAL = Proposal((), ())
 
 
 class Proposer(Protocol):
-    """One way to propose tokens. Owned by the step thread. No proposal changes an answer; a wrong one costs time.
+    """One way to propose tokens. Owned by the step thread. A proposal never changes an answer; a wrong one costs time.
 
     A proposer of this kind is cheap and called for every row, except for rows under backoff.
     """
@@ -35,7 +35,7 @@ class Proposer(Protocol):
     def propose(self, sequences: Seq[Sequence], max_tokens: int, /) -> list[Proposal]:
         """Return for each sequence up to max_tokens tokens, the next one first; possibly none.
 
-        A function of the sequences' tokens and of earlier finished answers. Does not change the sequences.
+        Depends only on the sequences' tokens and on earlier finished answers. Does not change the sequences.
         """
         ...
 
@@ -47,7 +47,7 @@ class Proposer(Protocol):
 class ModelProposer(Protocol):
     """A proposer whose calls run a model. DraftScheduler decides when to call it, for which rows and tokens.
 
-    State kept per sequence must be bounded: it may be called for any running sequence, at any time, or never again.
+    Bound the state per sequence: calls for a running sequence may come at any time, or never again.
     """
 
     def propose(self, sequences: Seq[Sequence], max_tokens: int, /) -> list[Proposal]:
@@ -55,7 +55,7 @@ class ModelProposer(Protocol):
         ...
 
     def num_behind(self, sequence: Sequence, /) -> int | None:
-        """Return the number of tokens to compute before it can propose; None if it cannot propose. Changes nothing."""
+        """Return the number of tokens to compute before a proposal; None if none is possible. Changes nothing."""
         ...
 
     def catch_up(self, sequence: Sequence, num_tokens: int, /) -> None:
@@ -65,8 +65,8 @@ class ModelProposer(Protocol):
     def rest(self, num_first: int | None, /) -> None:
         """Announce that until the next call only the first num_first tokens of answers (perhaps 0) are of interest.
 
-        None: all are. A proposer that collects state in every step may skip the rest, and then returns None from
-        num_behind for sequences it has missed.
+        None: all tokens are. A proposer that collects state in every step may skip the other tokens, and then returns
+        None from num_behind for sequences it has missed.
         """
         return None
 

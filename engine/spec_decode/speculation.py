@@ -24,8 +24,8 @@ from engine.spec_decode.step_cost import FREE, StepCost
 from engine.spec_decode.suffix import Corpus, Suffix
 from engine.spec_decode.verify import Draft, take_room, take_state_slots
 
-# Applied to the cost of draft tokens: a token drafted for one row delays all others, and of many estimates the
-# flattering ones are drafted.
+# Applied to the cost of draft tokens: a token drafted for one row delays all others, and choosing the best of many
+# estimates favors overestimates.
 _MARGIN = 1.5
 _COST_USES = 16  # steps that reuse a cost: it changes slowly, and reading the measured times takes time
 
@@ -53,8 +53,8 @@ class Speculation:
     ) -> None:
         """lookups, models: proposers by method; each row is drafted by the one with the most expected tokens.
 
-        max_tokens: of a draft. backs_off: False to look up every row before every step. clock: seconds that calls of
-        the models take.
+        max_tokens: maximum draft length. backs_off: False to look up every row before every step. clock: seconds, to
+        time the calls of the models.
         """
         every = [*lookups, *models]
         self.counts = {method: DraftCounts() for method in every}
@@ -91,7 +91,7 @@ class Speculation:
     ) -> dict[Sequence, Draft]:
         """Return drafts for rows that are about to compute their last token, and allocate blocks for them.
 
-        max_tokens: of all drafts together. cost_of: called only if there may be a draft.
+        max_tokens: limit of all drafts together. cost_of: called only if there may be a draft.
         """
         if not (looked_up := self._look_up(rows)):
             self._scheduler.end_step()
@@ -167,7 +167,7 @@ class Speculation:
     def _look_up(self, rows: Seq[Sequence]) -> Seq[Sequence]:
         """Propose by look-up for the rows that are due.
 
-        Returns the rows with up-to-date proposals: those, or all rows where a model may be called. Empty if there is
+        Returns the rows with up-to-date proposals: the due ones, or all if a model may be called. Empty if there is
         nothing to draft from, which is the common case in new text.
         """
         due: Seq[Sequence] = ()
@@ -188,7 +188,7 @@ class Speculation:
         return current
 
     def _chances(self, rows: Seq[Sequence], limits: Seq[int]) -> list[Seq[float]]:
-        """Return the chances of each row's best proposal."""
+        """Return the chances of each row's best proposal, cut to its limit."""
         best = map(self._tracker.best, rows)
         return [proposal.chances[:limit] if proposal else () for proposal, limit in zip(best, limits, strict=True)]
 
@@ -210,7 +210,7 @@ class StepTimes(Protocol):
 
 
 class Drafting:
-    """The engine's side of speculation: drafts within the room and the cost of a step. Owned by the step thread."""
+    """Engine side of speculation: fits drafts into the token and time budget of a step. Owned by the step thread."""
 
     def __init__(
         self,
@@ -227,7 +227,7 @@ class Drafting:
         self._blocks = blocks
         self._max_batch_tokens = max_batch_tokens
         self._max_running = max_running
-        # Cost of the last planned step, which the next ones of that size reuse, and how often they did.
+        # Cost of the last planned step, its size, and how often steps of that size have reused the cost.
         self._cost, self._cost_of, self._cost_uses = FREE, (0, 0), _COST_USES
         self._break_even = 0.0
 
@@ -240,8 +240,8 @@ class Drafting:
     ) -> dict[Sequence, Draft]:
         """Return drafts for the decoding rows of a step; see ScheduledStep for its rows.
 
-        Drafts stay within the token limit of a step, and within the logits of the largest batch, for which there is
-        memory. Not for a step that is launched behind another one.
+        Drafts stay within the token limit of a step, and within the number of logits that there is memory for. Do not
+        call this for a step that is launched behind another one.
         """
         if self._speculation is None or not decoding:
             return {}

@@ -13,10 +13,10 @@ from engine.timing.step_time_model import non_negative
 _BUCKET = 16  # tokens; matrix products take rows in tiles of this size
 _NUM_BUCKETS = 8  # larger steps count as the last bucket
 _NEW = 0.05  # weight of the newest step
-_FORGET = 1 / 512  # of a cost in each other step, so that expensive drafts are tried again
+_FORGET = 1 / 512  # weight of forgetting in steps of another kind, so that expensive drafts are retried
 
 _KEEP_PROPOSAL = 0.97  # weight of the past at each new proposal
-_MAX_SURPRISE = 2.0  # times the expected seconds; the rest is noise of the machine
+_MAX_SURPRISE = 2.0  # times the expected seconds; anything above is noise
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class LearnedDraftCost:
 
     def __init__(self) -> None:
         self._plain = self._drafting = 1.0
-        self._relative = [1.0] * _NUM_BUCKETS  # to the mean of steps with drafts, by bucket of step tokens
+        self._relative = [1.0] * _NUM_BUCKETS  # ratio to the mean of steps with drafts, by bucket
 
     def observe(self, num_tokens: int, ratio: float, *, has_drafts: bool, num_steps: int = 1) -> None:
         """Count one step, which stands for num_steps: ratio is its measured time over the expected time."""
@@ -95,10 +95,10 @@ class ProposalCost(NamedTuple):
 
 
 class LearnedProposalCost:
-    """Least squares with forgetting of seconds ~ call + depth · D + token · T.
+    """Least-squares fit, with forgetting, of seconds ~ call + depth · D + token · T.
 
-    Errors count relative to the expected seconds, so that one long prompt does not drown the short calls. The sums
-    are plain Python: called between two steps, when numpy's code is not in the caches.
+    Errors count relative to the expected seconds, so that one long prompt does not drown the short calls. The sums are
+    plain Python: they run between two steps, when numpy's code is out of cache.
     """
 
     def __init__(self) -> None:

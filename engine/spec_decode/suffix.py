@@ -1,4 +1,4 @@
-"""Prompt lookup: propose what followed the last tokens earlier, in the request or in finished answers."""
+"""Prompt lookup: propose the tokens that once followed the last ones, in the request or in finished answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.spec_decode.proposer import NO_PROPOSAL, NUM_KINDS, Proposal
 
 MAX_MATCH = 16  # tokens; a longer match predicts no better
 _MAX_PLACES = 16  # earlier places per lookup, the latest first
-_MATCH_SLACK = 4  # tokens; places that match that many fewer than the best one have no vote
+_MATCH_SLACK = 4  # tokens; a match shorter than the best one by this many has no vote
 _CERTAIN = 0.75  # share of the votes below which a token is of another kind
 _MIN_SHARE = 0.3  # share of the votes below which nothing is proposed
 
@@ -38,7 +38,7 @@ class TokenIndex:
     """Hash chains of token pairs over a growing list, as in DEFLATE (RFC 1951, section 4)."""
 
     def __init__(self, tokens: list[int]) -> None:
-        """tokens: the caller's list; the caller only appends to it."""
+        """tokens: kept by reference; the caller may only append to it."""
         self.tokens = tokens
         self._last: dict[int, int] = {}  # pair -> its last end
         self._before: list[int] = []  # position -> previous end of the pair that ends here, or -1
@@ -59,7 +59,7 @@ class TokenIndex:
         return self._follow(self._before[-1], self.tokens) if self._before else []
 
     def matches(self, tokens: Seq[int]) -> list[Match]:
-        """Return places that end like these other tokens, the latest first."""
+        """Return places that end like these tokens, the latest first."""
         self.update()
         return self._follow(self._last.get(tokens[-2] << 32 | tokens[-1], -1), tokens) if len(tokens) > 1 else []
 

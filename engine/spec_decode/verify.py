@@ -51,7 +51,7 @@ class Draft:
     def give_back(self, sequence: Sequence, blocks: BlockManager, *, num_right: int) -> None:
         """Free the blocks of rejected tokens, and go back to the state after the last of `num_right` accepted ones.
 
-        A state before it may become a checkpoint.
+        An earlier state may become a checkpoint.
         """
         if self.state_slots and blocks.states:
             slots = [*self.state_slots, sequence.state_slots[0]]
@@ -67,7 +67,7 @@ class Draft:
 
 
 def take_room(sequence: Sequence, num_tokens: int, blocks: BlockManager) -> int:
-    """Allocate blocks for up to num_tokens draft tokens. Returns for how many; takes no block of another sequence."""
+    """Allocate blocks for up to num_tokens draft tokens. Returns how many got room; takes no other sequence's block."""
     if blocks.states:
         num_tokens = min(num_tokens, blocks.states.num_available)
     if not blocks.extend(sequence.blocks, sequence.num_blocks_for(len(sequence.tokens) + num_tokens)):
@@ -106,7 +106,7 @@ def verify(
 def choices_of(
     draft: Draft, sequence: Sequence, chosen: Iterator[Chosen | None], sampler: Sampler[Logits], logits: Logits
 ) -> Choose:
-    """Return the choices of one row. chosen: the sampler's output of the step; the row's entries are consumed."""
+    """Return one row's Choose function, which consumes the row's entries of `chosen`, the sampler's output."""
     first, row = next(chosen), sequence.sampling_row
     if row.is_sequential(len(draft.tokens)):
 

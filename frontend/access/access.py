@@ -1,5 +1,5 @@
-"""Access control of a router's endpoints: its API keys and their limits, kept up to date; and the client of a request:
-its tenant, prefix salt, priority and answer bound."""
+"""Access control of a router's endpoints: API keys with their limits, kept up to date, and the client of each request
+with its tenant, prefix salt, priority and answer bound."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Access:
         """Read the keys of the deployment `name` and follow their changes.
 
         tasks: supervisor of the background tasks. known: keys from the controller; an older registry in Redis is
-        ignored. None: nothing is known yet.
+        ignored. known=None: nothing is known yet.
         """
         url = credentials.index_url
         for_keys, for_limits = connect_redis(url), connect_redis(url, within_s=_LIMITS_S)
@@ -113,13 +113,13 @@ class Access:
 
 
 class Keyring:
-    """API keys, followed from Redis; keeps the last known keys while Redis is unavailable. Bound to the event loop."""
+    """API keys, kept in step with Redis; without it, the last known keys stay valid. Bound to the event loop."""
 
     def __init__(
         self, reader: KeyReader | None, *, salt_key: bytes, is_required: bool, reports_cached_tokens: bool = True
     ) -> None:
-        """reader: None: the deployment has no keys. reports_cached_tokens: whether anonymous clients see
-        cached-token counts."""
+        """reader: None if the deployment has no keys. reports_cached_tokens: whether anonymous clients see cached-token
+        counts."""
         self._reader = reader
         self._is_required = is_required
         self._anonymous = Client(key=None, salt_key=salt_key, reports_cached_tokens=reports_cached_tokens)
@@ -180,7 +180,7 @@ class Keyring:
             await asyncio.sleep(_POLL_S)
 
     def close(self) -> None:
-        """Stop following."""
+        """Stop following the keys."""
         self._is_closing = True
 
 

@@ -15,8 +15,8 @@ from core.types.api_key import ApiKey
 from core.types.errors import RateLimited
 
 LEASE_S = 10.0  # a running request counts for this long after its router last renewed it
-# In seconds. Counters hold whole seconds, so 61 of them cover any minute; one more, because a request may use tokens
-# taken ahead up to half a second later.
+# In seconds. Counters hold whole seconds, so 61 of them cover any minute. One more, because a request may use the
+# tokens that it took ahead up to half a second later.
 WINDOW = 62
 
 
@@ -45,7 +45,7 @@ class LimitStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class Reservation:
-    """Share of a key's limits held by one request: a concurrency slot, tokens taken ahead, later its token bound."""
+    """One request's share of its key's limits: a concurrency slot and tokens (estimated at first)."""
 
     key: ApiKey
     id: str
@@ -65,8 +65,8 @@ class Limiter(Protocol):
     async def enter(self, key: ApiKey, *, id: str, ahead: int = 0) -> Reservation:
         """Take one request and a concurrency slot, before the request's size is known.
 
-        Takes `ahead` tokens as well if the key has twice as many left, so that the next request can do the same. Raises
-        RateLimited with a retry time, also if the key has no token left; then it takes nothing.
+        Takes `ahead` tokens as well if the key has twice as many left, so that the next request can do the same. Takes
+        nothing and raises RateLimited with a retry time if a limit is reached or no token is left.
         """
         ...
 

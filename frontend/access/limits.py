@@ -75,7 +75,7 @@ class Limits:
             await self._ignoring_redis_errors(self._renew())
 
     def close(self) -> None:
-        """Stop renewing."""
+        """Stop renewing leases."""
         self._is_closing = True
 
     async def settled(self) -> None:
@@ -125,7 +125,7 @@ class Limits:
             self._keep(request_context, num_tokens)
             return request_context.place[1]
         request_context.place = limiter, taken.with_tokens(0)
-        # Shielded from a client disconnect: tokens that were counted are returned once known.
+        # Shielded from a client's disconnect, so that tokens which Redis has counted are not lost.
         request_context.charging = asyncio.create_task(self._charge(place, num_tokens))
         return (await asyncio.shield(request_context.charging))[1]
 
@@ -185,7 +185,7 @@ class Limits:
             await self._ignoring_redis_errors(limiter.settle(taken, used=0))
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run in the background; the client has its answer already."""
+        """Run `work` in the background, because the client has its answer already."""
         task = asyncio.create_task(work)
         self._settling.add(task)
         task.add_done_callback(self._settling.discard)
@@ -229,8 +229,8 @@ class RequestContext:
             raise rejection(taken.key, "tokens", retry_after_s=retry_s, status=taken.status)
 
     async def charge(self, completions: Sequence[Completion]) -> Mapping[str, str]:
-        """Take the maximum number of tokens of these completions, once; unused ones are returned after the request.
-        Return the rate-limit headers.
+        """Take the maximum number of tokens of these completions, once, and return the rate-limit headers. Unused
+        tokens are returned after the request.
 
         Raises RateLimited, or RequestError if the request exceeds the key's tokens per minute. Answers without
         reserved tokens are shortened to fit.

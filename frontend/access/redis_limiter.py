@@ -1,8 +1,8 @@
 """Redis limiter: exact across all routers, at one round trip per request.
 
-Before a request, one call takes its slot and tokens ahead; a second call takes its tokens if those were too few.
-After it, a slot is returned at once in the background. Tokens ride on the key's next call from this router, or are
-returned by themselves after a moment.
+Before a request, one call takes its slot and an estimate of its tokens; a second call takes more if those are too few.
+After the request, its slot is returned at once in the background. Its unused tokens go with the key's next call from
+this router, or after a moment by themselves.
 
 Each key has a hash of counts by second, and a sorted set of running requests scored by lease expiry. Neither expires
 (see core/index/key_channel.py): they are deleted with the key.

@@ -148,9 +148,9 @@ def create_admin_app(
     page: UiPage | None = None,
 ) -> FastAPI:
     """Return the ASGI application. health: usable replicas by role. is_ready: whether a replica can answer. problem:
-    why Redis does not serve it; empty if it does. metrics: Prometheus's text. explain_route: the routing of the
-    requests of an id, or of an answer's; empty if unknown. lives: likewise, their timelines. model: name used by
-    clients. routers: admin address by router. members: the replicas of the deployment. page: None: there is none."""
+    why the router cannot use Redis; empty if it can. metrics: in Prometheus's text format. explain_route: routing of
+    the requests with a request or response id; empty if unknown. lives: likewise, their timelines. model: name used by
+    clients. routers: admin address by router. members: replicas of the deployment. page: None for none."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(Methods, routes=app.routes)
     if page:
@@ -214,7 +214,7 @@ class UiPage:
     """
 
     def __init__(self, view: View, *, host: str) -> None:
-        """view: return the current state, with or without the last minutes. host: address of the listener."""
+        """view: returns the current state, with or without the last minutes. host: address of the listener."""
         self._view = view
         self._names = {host.lower(), "localhost", socket.gethostname().lower(), socket.getfqdn().lower()}
         self._num_watching = 0
@@ -270,7 +270,7 @@ class UiPage:
         host = request.headers.get("host", "")
         name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
         name = name.strip("[]").lower()
-        with contextlib.suppress(ValueError):  # raised for a name that is no address
+        with contextlib.suppress(ValueError):  # raised for a host name
             if name in self._names or ipaddress.ip_address(name):
                 return None
         text = "Host is not a name of this machine: use its address, or localhost through ssh -L\n"

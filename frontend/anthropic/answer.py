@@ -112,7 +112,7 @@ def content_of(whole: WholeChoice, *, hides_thinking: bool = False) -> Iterator[
 
 
 class StreamedContent:
-    """Events of streamed content blocks. After a malformed call its block ends, and the rest of its text is a text
+    """Events of streamed content blocks. The block of a malformed call ends, and the rest of its text becomes a text
     block.
 
     The events of one block differ only in their text, so each block's event template is encoded once.
@@ -137,7 +137,7 @@ class StreamedContent:
         self._add(text)
 
     def end_thinking(self) -> None:
-        """Send nothing: the text has been sent."""
+        """Do nothing: the text has been sent already."""
 
     def call(self, call: CallText) -> None:
         if call.broken is not None:

@@ -118,7 +118,7 @@ class ContentBlock(OpenAIObject):
 
     @property
     def in_result(self) -> str:
-        """The block's text, or a placeholder for it in a tool's result."""
+        """The block's text inside a tool's result, or a placeholder."""
         if self.text is not None:
             return self.text
         texts = [*_source_texts(self.source), *(one.in_result for one in self.content or ())]

@@ -1,7 +1,7 @@
 """Form in which a chat template expects tool calls, and the arguments of clients' calls.
 
-Templates deviate from transformers' form, so it is probed. Arguments are JSON text, which a model may have left
-incomplete.
+Templates deviate from transformers' form, so each template is probed. Arguments are JSON text, which a model may have
+left incomplete.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class CallShape:
     def convert(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return copies of checked messages in this form."""
         copies = [dict(message) for message in messages]
-        ids, num_calls = dict[str | None, str | None](), 0  # by the client's own
+        ids, num_calls = dict[str | None, str | None](), 0  # by the client's ids
         for message in copies:
             calls, content = message.get("tool_calls", ()), message["content"]
             if calls:
@@ -80,7 +80,7 @@ class CallShape:
         return self.takes_named_ids or not self.takes_any_id
 
     def _id(self, call: Mapping[str, Any], number: int) -> str | None:
-        """Return a call's id. number: of the call in the conversation."""
+        """Return a call's id. number: index of the call in the conversation."""
         id: str | None = call.get("id")
         if self.takes_named_ids:
             new = named_id(call["function"]["name"], number)

@@ -43,8 +43,8 @@ class ChatTemplate:
     """Chat template of a model, compiled once. `render` is pure and thread-safe."""
 
     def __init__(self, source: str | Mapping[str, str] | None, *, special_tokens: Mapping[str, str]) -> None:
-        """source: several templates by name: `tool_use` renders chats with tools or calls, `default` the others. None:
-        the model has no template, and conversations are rejected. Raises SpecError."""
+        """source: one template, or several by name: `tool_use` renders chats with tools or calls, `default` the others.
+        None: the model has none, and conversations are rejected. Raises SpecError."""
         named = {_DEFAULT: source} if isinstance(source, str) else dict(source or {})
         default = named.get(_DEFAULT, next(iter(named.values()), None))
         self._special_tokens = dict(special_tokens)
@@ -57,7 +57,7 @@ class ChatTemplate:
         self.efforts: Mapping[str, str] = {}  # accepted values of reasoning_effort, with a rendering of each
         self.unasked: str | None = None  # the same rendering without any effort
         self._needs_all_fields = False  # of each tool
-        self._no_tools: list[Any] | None = None  # what the template takes for no tools: None or []
+        self._no_tools: list[Any] | None = None  # the template's value for no tools: None or []
         self._parts = ContentParts()
         self._calls = CallShape()
         self._history = History()
@@ -219,7 +219,7 @@ class ChatTemplate:
 
 
 def _with_instructions(messages: Sequence[Message], text: str) -> list[Message]:
-    """Add a system message behind those at the beginning, with which History merges it."""
+    """Add a system message behind the leading ones; History merges them."""
     first = len([*takewhile(lambda message: message["role"] in INSTRUCTIONS, messages)])
     return [*messages[:first], {"role": "system", "content": text}, *messages[first:]]
 
@@ -244,9 +244,9 @@ _DEEPSEEK = "DeepseekV32ForCausalLM"
 def find_chat_template(model_dir: Path, given: str | None = None) -> Mapping[str, str] | None:
     """Return the operator's template, given as text or as a file, else those of the model directory, by name.
 
-    The latter are chat_template.jinja and additional_chat_templates/NAME.jinja, or those in tokenizer_config.json or
-    chat_template.json: a text, or several by name; without those, a template of ours for formats that model files
-    describe in other ways. Returns None if there is none. Raises SpecError.
+    A directory's templates are chat_template.jinja and additional_chat_templates/NAME.jinja, or those in
+    tokenizer_config.json or chat_template.json: a text, or several by name. Without those, some models have a template
+    of ours. Returns None if there is none. Raises SpecError.
     """
     if given is not None:
         return {_DEFAULT: given if "{{" in given or "{%" in given else _read(Path(given))}
@@ -262,7 +262,7 @@ def find_chat_template(model_dir: Path, given: str | None = None) -> Mapping[str
 
 
 def _ours(model_dir: Path) -> Mapping[str, str] | None:
-    """Return our template for a model whose files describe its format in other ways than a template."""
+    """Return our template for a model that describes its format in other files; None for other models."""
     here = Path(__file__).parent
     if (model_dir / TEKKEN).is_file():
         version, tokens = tekken_format(model_dir / TEKKEN)

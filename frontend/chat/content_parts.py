@@ -15,14 +15,14 @@ _BEFORE_USER = ("system", "developer")
 
 @dataclass(frozen=True)
 class ContentParts:
-    """Choice of the form. text_roles: roles whose content stays a text, in a template that reads parts."""
+    """Form that a template needs. text_roles: roles whose content stays a text, in a template that reads parts."""
 
     are_read: bool = False
     text_roles: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, render: Callable[[Sequence[Mapping[str, Any]]], str | None]) -> ContentParts:
-        """Probe a template that does not render the text of a user. Parts are for one that renders those of a user.
+        """Probe a template that does not render a user's plain text. It reads parts if it renders a user's parts.
 
         render: returns None if the template rejects the messages.
         """

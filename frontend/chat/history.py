@@ -160,7 +160,7 @@ class History:
         return turns
 
 
-# The arrangement that the most templates accept: user and assistant in turns, and nothing else.
+# The arrangement that most templates accept: user and assistant in turns, and nothing else.
 ALTERNATING = History(
     keeps_system=False, keeps_late_system=False, keeps_users=False, keeps_assistants=False,
     keeps_assistant_first=False, keeps_calls=False, keeps_orphans=False,
@@ -210,7 +210,7 @@ def _as_texts(messages: _Messages, *, keeps_results: bool) -> _Messages:
 
 
 def _calls_as_text(calls: Sequence[Mapping[str, Any]]) -> str:
-    """Return calls as the model would write them. Arguments that are no JSON stay as they are."""
+    """Return calls as the model would write them. Arguments that are not JSON stay as they are."""
     written = []
     for call in calls:
         name, arguments = json.dumps(call["function"]["name"], ensure_ascii=False), call["function"]["arguments"]
@@ -219,7 +219,7 @@ def _calls_as_text(calls: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _result_as_user(result: Message, name: str | None) -> dict[str, Any]:
-    """Write a tool's result as a user's message. name: of the tool; None: unknown."""
+    """Write a tool's result as a user's message. name: the tool's; None: unknown."""
     return {"role": "user", "content": f"Result of {name or 'the call'}:\n{result['content'] or ''}"}
 
 
@@ -270,7 +270,7 @@ def _one_call_each(messages: _Messages) -> _Messages:
 
 
 def _with_results(messages: _Messages) -> Iterator[tuple[dict[str, Any], Sequence[dict[str, Any] | None], _Messages]]:
-    """Yield each message with the results that follow it: one for each of its calls, and those of no call."""
+    """Yield each message with the results that follow it: one (or None) per call, then those that answer none."""
     at = 0
     while at < len(messages):
         message = messages[at]
@@ -288,7 +288,7 @@ def _with_results(messages: _Messages) -> Iterator[tuple[dict[str, Any], Sequenc
 def _conversation(letters: str, *, id: str | None = None) -> _Messages:
     """Build a probe from letters: keys of _ROLES, C for two parallel calls, T for a call beside a text.
 
-    id: of each call; None: unique ids.
+    id: used for every call; None: unique ids.
     """
     messages: _Messages = []
     pending = list[str]()

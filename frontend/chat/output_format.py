@@ -78,7 +78,7 @@ class OutputFormat:
         return self.calls == GENERIC
 
     def start(self, chat: Chat | None, prompt: str) -> Start:
-        """Return where the prompt ends. chat: the prompt's, if it is one. prompt: its last characters suffice."""
+        """Return where the prompt ends, relative to thinking. chat: None for a text. prompt: its end suffices."""
         end, tags = prompt.rstrip(), self.tags
         if tags is None or end.endswith(tags.closing):
             return "after"
@@ -91,7 +91,7 @@ class OutputFormat:
 
 
 def may_think(grammar: Grammar | None, start: Start) -> bool:
-    """Return whether the answer has room for thinking first. start: the end of its prompt."""
+    """Return whether the answer may begin with thinking. start: where its prompt ends."""
     return grammar is None or (grammar.kind in (*SCHEMAS, GrammarKind.STRUCTURAL_TAG) and start != "after")
 
 
@@ -126,7 +126,7 @@ def unheeded_fields(chat: Chat, template: ChatTemplate, output_format: OutputFor
 
 
 def _nearest(effort: str, known: Mapping[str, str]) -> str:
-    """Return the known effort that is nearest to the one asked for; the greater of two."""
+    """Return the known effort nearest to the requested one; of two equally near, the greater."""
     place = EFFORTS.index(effort) if effort in EFFORTS else EFFORTS.index(_USUAL)
     return min(known, key=lambda one: (abs(EFFORTS.index(one) - place), -EFFORTS.index(one)))
 

@@ -1,7 +1,7 @@
 """Jinja sandbox for chat templates, with the globals and filters that transformers provides.
 
 No value may grow longer than any prompt could be. Python strings can grow by widths, repetition, replacement and
-joining. Each is checked before it runs.
+joining. Each such operation is checked before it runs.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _GenerationTag(Extension):
-    """{% generation %} … {% endgeneration %}, which marks training targets; renders its content."""
+    """Tag {% generation %} … {% endgeneration %}, which marks training targets. Renders its content."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja declares it as a plain set
 

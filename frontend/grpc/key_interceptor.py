@@ -145,7 +145,7 @@ class _Room:
 
 @dataclass(frozen=True)
 class _Messages:
-    """Messages of one call, mostly one. Each has a time limit and takes a place in each room while it is received."""
+    """Messages of one call, usually one. Each has a time limit, and takes a place in each room while it is received."""
 
     within_s: float
     rooms: Sequence[_Room]  # entered in order

@@ -120,7 +120,7 @@ def _plain_delta(choice: int, token_id: int, text: str) -> bytes:
 
 
 def response_bytes(event: Event, *, request_id: str, tokenizer: Tokenizer) -> bytes:
-    """Serialize a response. Most carry the text of one token and nothing else, and tokens repeat: these are cached."""
+    """Serialize a response. Most carry only the text of one token, and tokens repeat, so those are cached."""
     if isinstance(event, Delta) and len(event.tokens) == 1 and len(event.text) <= _MAX_CACHED_CHARS:
         [token] = event.tokens
         if token.logprob is None and not event.thinking and not event.calls:

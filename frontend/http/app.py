@@ -47,9 +47,9 @@ def create_app(
 ) -> FastAPI:
     """Create the ASGI application. served: one model, or several. is_healthy: whether requests can be served.
 
-    max_body_s: time limit for receiving a body. probes: functions behind /health/NAME, which answer from memory: `live`
-    (False: restart the process), `ready` (send no requests for now), `startup` (ignore the other two for now).
-    spec: settings of the endpoints. stored: stored responses; None: none are.
+    max_body_s: time limit for receiving a body. probes: functions behind /health/NAME, which answer from memory. False
+    means, for `live`: restart the process; `ready`: send no requests now; `startup`: ignore the other two. spec:
+    endpoint settings. stored: None: store nothing.
     """
     models = Models.of(served)
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)

@@ -55,7 +55,7 @@ _MAX_ENCODINGS = 4  # applied to one body, one after the other
 # RFC 9659 limits the window of this content encoding to 8 MB.
 _ZSTD_BOUNDS: Mapping[int, int] = {zstd.DecompressionParameter.window_log_max: 23}
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
-# Escapes of a pair of surrogates, or of a lone one as the group, unless a backslash before it makes it text.
+# Matches the escapes of a surrogate pair, or of a lone surrogate (the group), but not an escaped backslash before `u`.
 _SURROGATES = re.compile(
     rb"\\u[dD](?:[89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(?<=(?<!\\)\\u[dD])([89a-fA-F][0-9a-fA-F]{2}))"
 )
@@ -217,7 +217,7 @@ def _has_more_values(value: bytes, limit: int) -> bool:
 
 
 class ByteBudget:
-    """Counts bytes held, and limits them: in all, and to a quarter for one owner. Bound to an event loop."""
+    """Counts bytes held. Limits their total, and each owner to a quarter of it. Bound to an event loop."""
 
     def __init__(self, max_bytes: int, name: str) -> None:
         """name: plural name of the values, for the error message."""
@@ -269,7 +269,7 @@ def encodings_of(headers: Iterable[str]) -> list[str]:
 def decoded(body: bytes, encodings: list[str], *, max_bytes: int) -> bytes:
     """Undo the encodings, the last one first; no result grows beyond `max_bytes`.
 
-    Raises RequestTooLarge, and RequestError for a body that is not what its encoding names.
+    Raises RequestTooLarge, and RequestError for a body that is not in the named encoding.
     """
     for name in reversed(encodings):
         try:

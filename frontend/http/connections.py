@@ -126,7 +126,7 @@ class Certificates:
 
     @contextmanager
     def _unreadable(self) -> Iterator[None]:
-        """Convert an error of the files."""
+        """Convert an OSError of reading the files to DeployError."""
         try:
             yield
         except OSError as error:  # also ssl.SSLError
@@ -136,7 +136,7 @@ class Certificates:
 class _Pair(NamedTuple):
     certificate: bytes
     key: bytes
-    context: ssl.SSLContext  # of both
+    context: ssl.SSLContext  # made of both
 
     def for_grpc(self) -> grpc.ServerCertificateConfiguration:
         return grpc.ssl_server_certificate_configuration([(self.key, self.certificate)])
@@ -213,7 +213,7 @@ class HttpListener:
 class _Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave signals to the process: the server is one part of it."""
+        """Install no signal handlers: the process, of which the server is one part, has its own."""
         yield
 
 

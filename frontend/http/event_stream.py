@@ -1,5 +1,5 @@
-"""Responses of all HTTP APIs: server-sent events and whole ones, which stop their work once the client disconnects; and
-errors. Their statuses are in core.types.errors, their format in the request's state."""
+"""Responses of all HTTP APIs: streamed, whole, and errors. Their work stops once the client disconnects. The statuses
+of errors are in core.types.errors; their format is in the request's state."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def _operation(endpoint: Described) -> JSON:
 
 
 class OpenapiApi:
-    """The two endpoints. Their responses are created on first use."""
+    """Endpoints of the document and its page, both created on first use."""
 
     def __init__(self, models: Models) -> None:
         self._threads = models.default.threads
@@ -226,7 +226,7 @@ class _Generator(GenerateJsonSchema):
         return False  # the title would repeat the field's name
 
     def function_before_schema(self, schema: core_schema.BeforeValidatorFunctionSchema) -> JSON:
-        """Describe a before-validator; all of ours but that of an integer turn a string into a list."""
+        """Describe a before-validator. All of ours turn a string into a list, except that of an integer."""
         inner = super().function_before_schema(schema)
         return inner if inner.get("type") == "integer" else {"anyOf": [{"type": "string"}, inner]}
 

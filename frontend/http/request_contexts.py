@@ -32,7 +32,7 @@ ID_CHARS = 8  # characters that a token id counts as
 
 @dataclass(frozen=True)
 class HttpRequestContexts:
-    """Holds a key's reservation while a request is answered; one for the HTTP endpoint of a router."""
+    """Holds a key's reservation while a request is answered; one object per router."""
 
     models: Models
     limits: Limits
@@ -116,7 +116,7 @@ B = TypeVar("B", bound=GenerationBody)
 
 @dataclass(frozen=True)
 class ParsedBody(Generic[B]):
-    """Parsed body with everything derived from visiting all of it."""
+    """Parsed body, with all values that need a pass over the whole body."""
 
     body: B
     requests: Sequence[CompletionRequest]  # num_chars has been computed
@@ -144,7 +144,7 @@ class Opener:
         return await self.request_contexts.read(kind, request, partial(ParsedBody.of, request))
 
     async def open(self, parsed: ParsedBody[B], request: Request, request_context: RequestContext) -> list[Completion]:
-        """Return one completion for each request, nothing charged yet. Raises RequestError and other ClusterErrors."""
+        """Return one completion for each request, not charged yet. Raises RequestError and other ClusterErrors."""
         opened = list[Completion]()
         with self.request_contexts.audited(request):
             served = self.models.find(parsed.requests[0].model)

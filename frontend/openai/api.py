@@ -82,7 +82,7 @@ class OpenAIApi:
         return await whole_answer(request.receive, answer.whole(), headers)
 
     async def tokenizer_info(self, model: str = "") -> Response:
-        """Return the special tokens and the chat template; with it, lm-eval needs no tokenizer of its own."""
+        """Return the special tokens and the chat template, so that lm-eval needs no tokenizer of its own."""
         prompts = self._models.find(model).prompts
         tokens = {**dict.fromkeys(("bos_token", "eos_token", "pad_token")), **prompts.tokenizer.special_tokens}
         return JSONResponse({**tokens, "chat_template": prompts.chat_template.source or None})
@@ -133,7 +133,7 @@ class OpenAIApi:
 
 
 async def _uncharged(answer: object, ignored: Mapping[str, str], request_context: RequestContext) -> Response:
-    """Return the answer to a call that counts as a request, but no tokens, against the key's limits."""
+    """Return the answer to a call that counts as one request, but as no tokens, for the key's limits."""
     return json_answer(answer, {**await request_context.charge([]), **ignored})
 
 

@@ -1,4 +1,4 @@
-"""Fields of the OpenAI API that constrain answers, with `tool_choice`, and vLLM's extension of them."""
+"""Fields of the OpenAI API that constrain answers, including `tool_choice`, with vLLM's extension of them."""
 
 from __future__ import annotations
 

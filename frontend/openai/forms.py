@@ -22,7 +22,7 @@ _LOWEST_LOGPROB = -9999.0  # JSON has no minus infinity; OpenAI uses this value
 
 
 class TextForm:
-    """/v1/completions"""
+    """Form of /v1/completions."""
 
     whole = chunk = "text_completion"  # `object` of a whole response, and of a chunk
     id_prefix = "cmpl-"
@@ -31,8 +31,8 @@ class TextForm:
     def __init__(
         self, tokenizer: Tokenizer, *, echo: str = "", num_echo_logprobs: int | None = None, has_answer: bool = True
     ) -> None:
-        """echo: the prompt's text, if it is repeated. num_echo_logprobs: most likely tokens listed for each of its
-        tokens; None: no logprobs. has_answer: False: only the prompt is returned."""
+        """echo: the prompt's text, if it is repeated. num_echo_logprobs: number of most likely tokens listed for each
+        of its tokens; None: no logprobs. has_answer: False: only the prompt is returned."""
         self.echo = echo
         self.num_echo_logprobs = num_echo_logprobs
         self.has_answer = has_answer
@@ -55,7 +55,7 @@ class TextForm:
         return {"text": self.echo + whole.all_of("text")}
 
     def logprobs(self, deltas: Sequence[Delta]) -> JSON:
-        """Return the logprobs of deltas whose tokens all have one."""
+        """Return the logprobs of deltas. Every token must have one."""
         text_of, tokens = self._tokenizer.token_text, _tokens(deltas)
         return {
             "tokens": [text_of(token_id) for token_id, _ in tokens],
@@ -71,7 +71,7 @@ class TextForm:
 
 
 class ChatForm:
-    """/v1/chat/completions"""
+    """Form of /v1/chat/completions."""
 
     whole = "chat.completion"
     chunk = "chat.completion.chunk"
@@ -230,7 +230,7 @@ async def prompt_scores(completion: Completion, form: Form, *, num_listed: int |
 
 @dataclass(frozen=True)
 class _PromptWriter:
-    """Encoder for one prompt. Each token's scores are encoded to JSON at once: as Python objects, all of them would
+    """Encoder for one prompt. Each token's scores are encoded to JSON immediately: as Python objects, all of them would
     take a hundred times the memory."""
 
     tokenizer: Tokenizer

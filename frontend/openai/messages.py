@@ -99,7 +99,7 @@ class CallInHistory(OpenAIObject):
 
     @property
     def called(self) -> CalledFunction:
-        """The call, as one of a function."""
+        """The called function; a call of a custom tool counts as one."""
         if self.custom:
             return CalledFunction(name=self.custom.name, arguments=_as_text({"input": self.custom.input}))
         assert self.function
@@ -135,7 +135,7 @@ class ChatMessage(OpenAIObject):
     function_call: CalledFunction | None = None
     """The older form of `tool_calls`; a message of role `function` answers it."""
 
-    _path: str = PrivateAttr("")  # its name in the client's body, if that is of another API
+    _path: str = PrivateAttr("")  # path in the client's body, if it uses another API
 
     def for_template(self, path: str) -> dict[str, Any]:
         """Return the message in the form that templates expect. Raises RequestError."""
@@ -377,7 +377,7 @@ class ChatSettings(OpenAIObject):
 
 
 def _texts(details: Sequence[Any]) -> Iterator[str]:
-    """Yield texts of thoughts, in the forms of several APIs."""
+    """Yield the texts of thoughts, which clients send in the forms of several APIs."""
     for one in details:
         if isinstance(one, str):
             yield one

@@ -144,7 +144,7 @@ class _Sampled(GenerationBody):
     """Alias of `thinking_token_budget`, named as in Qwen's API."""
     user: str | None = None
     """Id of the end user. Users of a tenant share its capacity fairly."""
-    # OpenAI's, without effect on the answer.
+    # Fields of OpenAI's API without effect on the answer.
     metadata: Ignored = None
     store: Ignored = None
     service_tier: Ignored = None
@@ -152,7 +152,7 @@ class _Sampled(GenerationBody):
     prompt_cache_key: Ignored = None
     prompt_cache_retention: Ignored = None
     prompt_cache_options: Ignored = None
-    # Of OpenAI or other servers, and not supported: they would change the answer.
+    # Fields of OpenAI or other servers that are rejected, because they would change the answer.
     logprob_token_ids: Unsupported = None
     logits_processors: Unsupported = None
     custom_logit_processor: Unsupported = None

@@ -196,5 +196,5 @@ def find_call_format(template: str) -> str:
 
 
 def named_id(name: str, index: int) -> str:
-    """Return the id of a call for a model that reads the call's name in it. index: among all calls of the chat."""
+    """Return the call id for a model that reads the tool's name from it. index: among all calls of the chat."""
     return f"functions.{name}:{index}"

@@ -52,7 +52,7 @@ def json_arguments(scan: Scanner, name: str) -> Reading[bool]:
 
 
 def _tail(scan: Scanner, *, is_open: bool = False) -> Reading[bool]:
-    """Read members after name and arguments, and the end. Anything else is text. is_open: a comma was read."""
+    """Read the members after name and arguments, and the end; anything else is text. is_open: a comma was read."""
     while is_open or (yield from scan.optional(",")):
         is_open = False
         if (yield from _member(scan)) not in _OTHERS or not (yield from _held(scan)):
@@ -71,7 +71,7 @@ def _member(scan: Scanner) -> Reading[str]:
 
 
 def _streamed(scan: Scanner) -> Reading[bool]:
-    """Emit a value as it arrives. Gives up the call if it is invalid."""
+    """Emit a value as it arrives. Gives up the call if the value is invalid."""
     yield from scan.optional("")  # skip leading space
     return (yield from _value(scan, scan.emit_arguments))
 

@@ -21,13 +21,13 @@ class JsonValue:
     """One value of RFC 8259: a pushdown automaton."""
 
     def __init__(self, *, is_repaired: bool = False) -> None:
-        """is_repaired: accept what models often write instead of JSON, and collect its JSON in `repairs`: control
-        characters and unknown escapes in strings, a comma before a closing bracket, True, False and None."""
+        """is_repaired: accept frequent mistakes of models, and collect the corrections in `repairs`: control characters
+        and unknown escapes in strings, a comma before a closing bracket, True, False and None."""
         self.is_done = False
         self.is_bad = False
-        self.repairs: list[tuple[int, str]] = []  # places in the last text, and what stands for their character
+        self.repairs: list[tuple[int, str]] = []  # index in the last text, replacement for its character
         self._is_repaired = is_repaired
-        self._waits = False  # for the text behind the last one
+        self._waits = False  # for more text
         self._open: list[str] = []
         self._next = "value"
         self._word = ""  # number, with runs of digits cut to two, or literal
@@ -36,7 +36,7 @@ class JsonValue:
 
     def feed(self, text: str) -> int:
         """Consume text. Return how many characters belong to the value: fewer than given if it ended or is bad, or if
-        the rest must be fed again with the text behind it."""
+        the rest must be fed again together with the next text."""
         at = 0
         self.repairs.clear()
         self._waits = False
@@ -198,8 +198,8 @@ class JsonValue:
 
 
 def _behind_backslash(character: str) -> str:
-    """Return what completes a backslash to JSON: a quote and a control character stand for themselves, as in Python
-    and JavaScript; before others the backslash is text."""
+    """Return the text that makes a backslash before `character` valid JSON. A quote or control character stands for
+    itself, as in Python and JavaScript; before others, the backslash is text."""
     if character == "'":
         return "u0027"
     return json.dumps(character)[2:-1] if character < " " else f"\\{character}"

@@ -37,7 +37,7 @@ def _call(scan: Scanner) -> Reading[bool]:
         scan.give_up()
         return False
     source = yield from _brackets(scan)
-    arguments = _arguments(f"f{source}") if source else ""  # a tool's name may be none in Python
+    arguments = _arguments(f"f{source}") if source else ""  # a tool's name may be invalid in Python
     if not arguments:
         scan.give_up(is_text=True)  # rescanning markers inside it would be quadratic
         return False

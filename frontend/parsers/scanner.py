@@ -46,7 +46,7 @@ class CallEnded:
 
 @dataclass(frozen=True, slots=True)
 class CallBroken:
-    """Text that began like a call but is none, or was cut off."""
+    """Text that began like a call but is not one, or was cut off."""
 
     number: int
     raw: str  # all of its text, as the model wrote it
@@ -123,7 +123,7 @@ class Scanner:
     # Text
 
     def text_until(self, *markers: str) -> Reading[str]:
-        """Emit the text before the first marker and consume the marker. Return it, or "" at the end of the text.
+        """Emit the text before the first marker. Consume and return the marker, or return "" at the end of the text.
 
         Space before a marker is consumed with it, and space between calls is dropped.
         """

@@ -39,8 +39,8 @@ Start = Literal["inside", "before", "after"]
 class ThinkingReader:
     """Parser of the beginning of one answer. Space around thinking belongs to its tags.
 
-    A call inside the thinking is quoted text if a closing tag follows. Without a closing tag the model forgot it, and
-    the call is a real one. So the reader holds text from the first call on until the tag or the end of the answer.
+    A call inside the thinking is quoted text if a closing tag follows. If none does, the model forgot it, and the call
+    is real. So the reader holds the text from the first call on until the tag or the end of the answer.
     """
 
     def __init__(self, tags: Tags, start: Start, *, calls: Sequence[str] = (), first: tuple[str, ...] = ()) -> None:

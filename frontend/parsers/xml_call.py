@@ -21,7 +21,7 @@ _BY_KEYWORD = {"properties": "object", "additionalProperties": "object", "items"
 _TYPE_OF = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null",
             dict: "object", list: "array"}  # fmt: skip
 _MAX_DEPTH = 16  # of references
-_MAX_PARTS = 64  # of a schema, in which a parameter is searched
+_MAX_PARTS = 64  # subschemas searched for a parameter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class XmlTags:
 
     blocks: tuple[str, ...] = ()  # a block of calls begins with any of these
     call: str  # before the name
-    name_end: str = ">"  # a tag that begins here is left for what follows
+    name_end: str = ">"  # if a tag begins here, it is not consumed
     parameter: str  # before a parameter's name
     key_end: str = ">"
     value: str = ""  # between the parameter's name and its value
@@ -140,7 +140,7 @@ def _value_end(text: str, tags: XmlTags, types: _Types, *, is_ended: bool) -> tu
     ended, and the other characters may belong to its end.
 
     A tag ends the value if the next one follows, so a value may contain it. If the model left the tag out, the next
-    parameter or the end of the call ends the value (of formats with padding).
+    parameter or the end of the call ends the value (in formats with padding).
     """
     at = text.find("<")
     while at >= 0:
@@ -231,7 +231,7 @@ def as_json(value: str, types: set[str]) -> str:
 
 
 def begun_as_json(value: str, types: set[str]) -> str:
-    """Return the beginning of a value as the beginning of JSON."""
+    """Return the JSON for the beginning of a value."""
     text = value.strip()
     is_json = "string" not in types and JsonValue().feed(text) == len(text)
     return text if is_json else json.dumps(value, ensure_ascii=False)[:-1]

@@ -138,8 +138,8 @@ class ResponseAnswer:
 class ResponseOutput:
     """Output items of one response: reasoning, messages and function calls, in order.
 
-    A call may turn out to be none after it was streamed. Its item then ends as `incomplete`, and the rest of its text
-    follows as a message. The whole response omits the item and has all of its text in the message.
+    A streamed call may turn out not to be a call. Its item then ends as `incomplete`, and the rest of its text follows
+    as a message. The whole response omits the item and has all of its text in the message.
     """
 
     def __init__(
@@ -246,7 +246,7 @@ class _Item:
     texts: list[str] = field(default_factory=list)
     logprobs: list[JSON] | None = None
     status: str = ""  # set when it ends
-    is_broken: bool = False  # a call that turned out to be none
+    is_broken: bool = False  # a call that turned out not to be one
     broken: str = ""  # text of a broken call that precedes this message
     rest: str = ""  # the suffix of `broken` with which `texts` begins
 
@@ -260,7 +260,7 @@ class _Item:
 
 
 def _part(kind: str, text: str, logprobs: list[JSON] | None = None) -> JSON:
-    """Return the one part of an item of this type. logprobs: of a message; None: it has none."""
+    """Return the one part of an item of this type. logprobs: those of a message; None: without logprobs."""
     part: JSON = {"type": _KINDS[kind][2], "text": text}
     return {**part, "annotations": [], "logprobs": logprobs or []} if kind == "message" else part
 

@@ -128,7 +128,7 @@ class ResponsesApi:
             return HeldAnswer(body, headers, held.pop_all(), within_s=HTTP_ENDPOINT.message_s)
 
     async def _run(self, request: Request, num_bytes: int, work: Callable[[], T]) -> T:
-        """Run `work` on `num_bytes` bytes: on another thread, unless they are few."""
+        """Run `work` on `num_bytes` bytes, on another thread unless they are few."""
         if num_bytes <= SMALL_BYTES:
             return work()
         return await self._models.default.threads.run(client_of(request).key_id, work)

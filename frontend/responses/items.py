@@ -30,7 +30,7 @@ _NEEDED = {"message": ("role", "content"), "function_call": ("call_id", "name"),
 
 
 def _output(value: Any) -> Any:
-    """Return the parts of a tool's output; an object of a built-in tool, which is no part, counts as its JSON text."""
+    """Return the parts of a tool's output. An object of a built-in tool is not a part, and becomes its JSON text."""
     given = [value] if isinstance(value, dict) else value
     if not isinstance(given, list):
         return as_parts(given)
@@ -89,12 +89,12 @@ class InputItem(OpenAIObject):
     def model_post_init(self, context: Any, /) -> None:
         if self.id and self.type is None and self.model_fields_set <= {"id", "type"}:
             self.type = REFERENCE  # its type may be omitted
-        if self.type == "local_shell_call_output" and not self.call_id:  # has the call's id as its own
+        if self.type == "local_shell_call_output" and not self.call_id:  # its id is the call's
             self.call_id = self.id
 
     @property
     def kind(self) -> str:
-        """Type of the item, as that of a function where it is a call; empty for one that is skipped."""
+        """Type of the item; calls of all tools count as function calls. Empty for a skipped item."""
         type = self.type or "message"
         if type in _ID_PREFIX or type == REFERENCE:
             return type
@@ -166,8 +166,8 @@ Items = Annotated[
 
 
 def shown(items: Sequence[InputItem]) -> list[int]:
-    """Return the indices of items that the model sees: all but skipped ones, and reasoning that the assistant's own
-    items do not follow."""
+    """Return the indices of items that the model sees: all except skipped ones, and except reasoning that no item of
+    the assistant follows."""
     numbers, is_followed = list[int](), False
     for number, item in reversed([pair for pair in enumerate(items) if pair[1].kind]):
         if item.kind != "reasoning":
@@ -202,5 +202,5 @@ def messages_of(items: Sequence[InputItem], instructions: str | None) -> list[Ch
 
 
 def _text(parts: Sequence[ContentPart] | None) -> str:
-    """Return the text of parts of the model's or a tool's."""
+    """Return the text of parts that the model or a tool wrote."""
     return "\n".join(part.text_for("tool", "") for part in parts or ())

@@ -216,7 +216,7 @@ class RedisResponses:
 
 
 async def _run(num_bytes: int, work: Callable[[], T]) -> T:
-    """Run `work`, which takes 5 ms per 4 MiB: on another thread if large. Large ones are limited by LargeTransfers."""
+    """Run `work`, on another thread if the value is large: 4 MiB take 5 ms. LargeTransfers bounds concurrency."""
     if num_bytes <= SMALL_BYTES + SIGNATURE_BYTES:
         return work()
     return await asyncio.to_thread(work)

@@ -121,9 +121,9 @@ _SLOT_WITHIN_S = 5.0
 
 
 class LargeTransfers:
-    """Limit on concurrent transfers of large values to and from Redis, which would delay its smaller replies.
+    """Limit on concurrent transfers of large values to and from Redis, because they delay its smaller replies.
 
-    In all and per tenant. Bound to the event loop of one router.
+    Applies in all and per tenant. Bound to the event loop of one router.
     """
 
     def __init__(self, *, within_s: float = _SLOT_WITHIN_S) -> None:

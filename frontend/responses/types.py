@@ -269,7 +269,7 @@ def id_of(item: Raw) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """Parsed body with everything derived from visiting all of it."""
+    """Parsed body, with all values that need a pass over the whole body."""
 
     body: ResponsesBody
     # Input in stored form: history included, items that the model does not see excluded.
@@ -280,7 +280,7 @@ class Turn:
 
     @classmethod
     def of(cls, request: Request, id: str, body: ResponsesBody) -> Turn:
-        """Build the turn of a body. id: of the new response. Raises RequestError."""
+        """Build the turn of a body. id: the new response's. Raises RequestError."""
         body.check_items()
         own = id.partition("_")[2]
         items = [Raw(to_json(item.to_store(f"{own}_i{number}"))) for number, item in enumerate(body.input)]

@@ -1,5 +1,5 @@
-"""Grammar of a constrained answer, including what may come besides: thinking before it, or tool calls instead. It is
-compiled before dispatch, so that an invalid or expensive one is rejected at the router."""
+"""Grammar of a constrained answer, including the thinking before it, or tool calls instead of it. The router compiles
+it before dispatch, and rejects an invalid or expensive one."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _NOTES = ("description", "title", "default", "examples", "x-guidance")  # annota
 class _Calls:
     """Syntax of tool calls of a model family whose arguments are JSON."""
 
-    before: str  # the arguments; NAME stands for the tool's name, INDEX for a number
+    before: str  # text before the arguments; NAME: the tool's name, INDEX: a number
     after: str
-    between: str = ""  # two calls
-    begin: str = ""  # of all calls
+    between: str = ""  # text between two calls
+    begin: str = ""  # text before all calls
     end: str = ""
     is_repeated: bool = True  # False: an answer has one call at most
 
@@ -68,7 +68,7 @@ _CALLS["deepseek_v3"] = replace(
 
 
 def with_weakened_schema(request: CompletionRequest) -> tuple[CompletionRequest, list[str]]:
-    """Return the request with a strict schema that a grammar can follow, and the paths of what was weakened.
+    """Return the request, its strict schema weakened to what a grammar can enforce, and the paths of the changes.
 
     Raises RequestError.
     """

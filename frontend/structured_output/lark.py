@@ -1,6 +1,6 @@
 """Parts of Lark grammars: JSON schemas, special tokens, structural tags.
 
-All functions of schemas raise RecursionError for one nested some 300 levels deep.
+All functions on schemas raise RecursionError if a schema is nested some 300 levels deep.
 """
 
 from __future__ import annotations
@@ -170,8 +170,8 @@ class SpecialTokens:
 
 
 def structural_tag_rules(text: str, param: str, special: SpecialTokens) -> list[str]:
-    """Convert structural tags, as in xgrammar, to Lark rules, that of `answer` last: free text up to a trigger, then a
-    tag constrained by a schema.
+    """Convert structural tags, as in xgrammar, to Lark rules, with the rule `answer` last: free text up to a trigger,
+    then a tag constrained by a schema.
 
     Both forms are supported: {"structures", "triggers"} and {"format"} with the formats of _FIELDS; others are rejected
     with their path. Free text ends where the enclosing tag ends, or with the answer. Lexemes that end with a literal

@@ -200,7 +200,7 @@ class ChoiceText:
         self._num_chars += len(text)
         if self._undelayed is not None:
             self._undelayed.add(text)
-        # A stop string may begin after min_tokens only, by the rule for stop tokens in request.finish_reason.
+        # A stop string may begin only after min_tokens, like a stop token (see request.finish_reason).
         sent, stop = text, None
         if self._stops and self.num_tokens > self._min_tokens:
             sent, stop = self._stops.add(text)

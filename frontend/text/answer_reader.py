@@ -117,8 +117,8 @@ class AnswerReader:
         return AnswerText(parsed.text + behind.text, behind.thinking, behind.calls, num_thought=len(parsed.text))
 
     def finish(self, *, is_cut: bool = False) -> AnswerText:
-        """Return the remaining parts at the end of the text. is_cut: the token limit ended it, so an open call stays a
-        call, with its arguments so far."""
+        """Return the remaining parts at the end of the text. is_cut: the token limit ended the text, so an open call
+        stays a call with its arguments so far."""
         thought, text, in_thinking = self.thinking.finish() if self.thinking else ("", "", "")
         if in_thinking:
             assert self.calls

@@ -204,7 +204,7 @@ class Completion:
     async def run(
         self, turn: AbstractAsyncContextManager[None] | None = None
     ) -> AsyncIterator[AsyncIterator[list[Event]]]:
-        """Run it, once. Leaving the block ends it on all replicas.
+        """Run the completion, once. Leaving the block ends it on all replicas.
 
         turn: context entered before the start; it limits how many completions of one response run at a time.
         Yields the events, to be consumed in the task that entered. The block raises ClusterError: DeadlineExceeded past
@@ -243,7 +243,7 @@ class Completion:
         return self._generation.prompt_logprobs if self._generation else None
 
     async def prompt_text(self) -> str:
-        """Return the prompt's text as the client gave it, or decoded with special tokens if it was ids or cut."""
+        """Return the prompt's text as the client gave it. Ids or a cut prompt are decoded, with special tokens."""
         return await self.service.prompts.text_of(self.request, self.prompt_ids, is_cut=self.is_cut)
 
     @property
@@ -260,12 +260,12 @@ class Completion:
 
     @property
     def most_tokens(self) -> int:
-        """Upper bound of the tokens it may use, prompt and answers."""
+        """Upper bound of the tokens of prompt and answers."""
         return len(self.prompt_ids) + self.max_answer_tokens
 
     @property
     def used_tokens(self) -> int:
-        """Tokens it has used; 0 if no replica was assigned."""
+        """Tokens used so far; 0 if no replica was assigned."""
         return self._usage.prompt_tokens + self._usage.completion_tokens if self._route.attempts else 0
 
     @property

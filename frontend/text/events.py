@@ -106,7 +106,7 @@ class Finished:
 
     @property
     def word(self) -> str:
-        """Finish reason by OpenAI's names, which the gRPC API uses as well."""
+        """Finish reason in OpenAI's terms, which the gRPC API uses as well."""
         return "tool_calls" if self.num_calls and self.reason is FinishReason.STOP else self.reason.value
 
 

@@ -1,4 +1,4 @@
-"""Tokenization of prompts, and back to text; large inputs run on other threads."""
+"""Conversion of prompts to tokens and back; large inputs are converted on other threads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from frontend.text.tokenizer import Tokenizer
 _LONG_TEXT = 2 * 1024  # characters, some 3 ms of tokenizing; longer texts go to another thread
 _MANY_TOKENS = 4096  # some 2 ms of decoding
 _MESSAGE = 64  # template cost of one message or call, in characters
-_MAX_KNOWN = 64  # cached bad_words lists: all prompts of one body share theirs, and may be a thousand
+_MAX_KNOWN = 64  # cached bad_words lists; the prompts of one body, up to a thousand, share one
 _MARK = 16  # tokens at the end of a prompt, enough for any thinking tag
 
 
@@ -54,7 +54,7 @@ class PromptEncoder:
         )
 
     async def tokenize(self, request: CompletionRequest) -> tuple[int, ...]:
-        """Return the tokens of its prompt, subject to the usual limits. Raises RequestError and other ClusterErrors."""
+        """Return the prompt's tokens, within the usual limits. Raises RequestError and other ClusterErrors."""
         check(request, self.model)
         return await self.encode(request)
 
@@ -69,7 +69,7 @@ class PromptEncoder:
         return await self.text_of(request, request.prompt)
 
     async def text_of(self, request: CompletionRequest, prompt_ids: tuple[int, ...], *, is_cut: bool = False) -> str:
-        """Return the prompt as the client gave it, or decoded with special tokens if it was ids or was truncated."""
+        """Return the prompt as the client gave it. Ids or a truncated prompt are decoded, with special tokens."""
         if isinstance(request.prompt, str) and not is_cut:
             return request.prompt
         decode = partial(self.tokenizer.decode, prompt_ids, skip_special_tokens=False)

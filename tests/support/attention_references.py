@@ -1,4 +1,4 @@
-"""What the attention kernels compute, in torch: the same arguments and results as the launchers of these names."""
+"""References of the attention kernels in torch, with the arguments and results of the launchers of these names."""
 
 from __future__ import annotations
 

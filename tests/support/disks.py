@@ -35,7 +35,7 @@ def hang_disk(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 
 class FakeDisk:
-    """Disk that records each synced path, and whether `renamed` existed by then."""
+    """Disk that records each synced path, and whether `renamed` existed at that time."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, renamed: Path) -> None:
         self._renamed = renamed

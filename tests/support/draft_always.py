@@ -1,7 +1,7 @@
 """Drafts before every step, whatever their cost and acceptance rate. Otherwise heads with random weights are soon
 disabled.
 
-await cluster.add(Role.DECODE, prepare=draft_always)    # where ranks have processes of their own
+await cluster.add(Role.DECODE, prepare=draft_always)    # where ranks run in separate processes
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from router.routing.candidates import CandidateReplica, Option, RoutingRequest
 
 
 class FakePolicy:
-    """Policy that sends each prompt, and each moving choice, by the first of its routes whose replicas exist."""
+    """Policy that gives each prompt, and each moving choice, the first of its routes whose replicas exist."""
 
     def __init__(self, *default: Option) -> None:
         self.default: Sequence[Option] = default  # routes of all other prompts

@@ -197,7 +197,7 @@ class FakeStreams:
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
         memory = self._memory.get(address)
-        # An address may be reused before the previous storage is known to be freed, so it is not enough.
+        # The address may be reused before the previous storage is known to be freed, so it does not suffice.
         if memory is None or memory.of() is not storage or memory.size < storage.nbytes():
             memory = self._memory[address] = _Memory(storage, self.current)
             weakref.finalize(storage, self._let_go, address, memory)
@@ -350,7 +350,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _cells(tensor: Tensor, index: Any) -> Any:
-    """Return the bytes of its storage."""
+    """Return the positions of the indexed bytes in the tensor's storage."""
     size = tensor.itemsize
     if index is None and tensor.is_contiguous():
         begin = tensor.storage_offset() * size

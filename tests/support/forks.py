@@ -1,4 +1,4 @@
-"""Processes that start in a tenth of a second: forked from a server that has imported what tests' processes need.
+"""Processes that start in a tenth of a second, forked from a server that has imported their modules.
 
 Python has one such server per process, so this module lists the imports for all tests.
 """

@@ -10,7 +10,7 @@ import pytest
 
 
 def pairs(*axes: Iterable[Any]) -> list[Any]:
-    """Return all combinations of the axes' values, such that the default run has each pair of values of two axes.
+    """Return all combinations of the axes' values, marked so that the default run has each pair of two axes' values.
 
     A value that is a tuple stands for several parameters.
     """
@@ -27,7 +27,7 @@ def pairs(*axes: Iterable[Any]) -> list[Any]:
 
 
 def quick(cases: Iterable[Any], by_default: Container[Any]) -> list[Any]:
-    """Return the cases, such that the default run has those in `by_default`. Tuples have a value per parameter."""
+    """Return the cases, marked so that the default run has those in `by_default`. Tuples have a value per parameter."""
     return [_param(case if isinstance(case, tuple) else (case,), case in by_default) for case in cases]
 
 

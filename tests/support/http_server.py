@@ -16,7 +16,7 @@ from tests.support import quick_uvicorn  # noqa: F401
 async def serve_http(
     app: ASGIApp, *, host: str = "127.0.0.1", limits: HttpLimits = HTTP_ENDPOINT, **options: Any
 ) -> AsyncIterator[tuple[str, int]]:
-    """Yield (host, port). options: of HttpListener.open."""
+    """Serve `app` and yield (host, port). options: further arguments of HttpListener.open."""
     listener = await HttpListener.open(app, host=host, port=0, limits=limits, **options)
     try:
         yield listener.address

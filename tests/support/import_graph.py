@@ -31,7 +31,7 @@ _NAMED = re.compile(r"([a-z_]\w*(?:\.\w+)+):\w+")  # "frontend.service:build"
 
 @functools.cache
 def modules() -> dict[str, Path]:
-    """Return every module by name; a package's `__init__` has the package's name."""
+    """Return the path of every module by name; a package's `__init__` has the package's name."""
     found = {}
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):

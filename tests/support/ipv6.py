@@ -1,4 +1,4 @@
-"""Mark of tests that listen on ::1, which some containers lack."""
+"""Mark for tests that listen on ::1, which some containers lack."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ from tests.support.waiting import WITHIN_S, becomes, beside
 
 _MAKERS = {Role.PREFILL: prefill_worker.actor.make_rank, Role.DECODE: decode_worker.actor.make_rank}
 SETTLE_S = 30.0  # shorter than the expiry of a handoff, so free blocks were returned and did not expire
-REFRESH_S = 0.02  # routers would read the membership less often, and each start of a replica waits for that
+REFRESH_S = 0.02  # routers read the membership less often by default, which delays each start of a replica
 
 
 @dataclass
@@ -166,7 +166,7 @@ class LocalCluster:
                 await start
 
     async def until_known(self) -> None:
-        """Wait until the router knows all replicas of a cluster that runs already, and count their totals from here."""
+        """Wait until the router knows all replicas of a running cluster, and count their totals from then on."""
         await self.until(lambda: all(self._is_usable(replica) for replica in self.every_replica))
         self._before = {replica.id: copy(replica.status.totals) for replica in self.replicas}
 
@@ -226,7 +226,7 @@ class LocalCluster:
     async def generate(
         self, prompt: Sequence[int], sampling: Sampling, *, id: str = "r", n: int = 1, **fields: Any
     ) -> Answer:
-        """fields: of SequenceRequest."""
+        """Answer one request. fields: further fields of SequenceRequest."""
         request = SequenceRequest(
             id=id,
             token_ids=tuple(prompt),
@@ -388,7 +388,7 @@ def parse_tree(model_dir: Path, tree: dict[str, Any]) -> Spec:
 
 
 def make_cluster(spec: Spec, redis_url: str, *, is_alone: bool = True, **options: Any) -> LocalCluster:
-    """Return a cluster without replicas. is_alone: empty its database in Redis. options: of LocalCluster."""
+    """Return a cluster without replicas. is_alone: empty its database in Redis. options: fields of LocalCluster."""
     if is_alone:
         with redis.Redis.from_url(redis_url) as client:
             client.flushdb()

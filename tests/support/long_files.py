@@ -1,4 +1,4 @@
-"""The longest files of the default run. A parallel run starts them first: one at its end would leave a core idle."""
+"""The longest files of the default run. A parallel run starts them first: one at the end would leave a core idle."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SECONDS = {  # on two cores; a file that is not here comes after them
 
 
 class LongestFirst(OrderedDict[str, Any]):
-    """Queue by file: the first to leave is the longest, and the others follow in order."""
+    """Queue by file: `popitem(last=False)` takes the longest file."""
 
     def popitem(self, last: bool = True) -> tuple[str, Any]:
         if last:

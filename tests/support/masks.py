@@ -20,7 +20,6 @@ def make_compiler(directory: Path, *, vocab_size: int = 128) -> GrammarCompiler:
 
 
 def is_allowed(words: Sequence[int], token: int) -> bool:
-    """Return whether a mask allows a token."""
     return bool(int(words[token >> 5]) >> (token & 31) & 1)
 
 

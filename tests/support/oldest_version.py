@@ -43,7 +43,7 @@ class OldestProcess:
     """Rank or router that runs the code in `tree`, named by `identity`."""
 
     def __init__(self, tree: Path, launch: Launch, identity: Identity, *, log: Path, ceiling: int = 0) -> None:
-        """ceiling: of tests.support.long_answers, in tokens; 0: none. Returns before the process serves."""
+        """ceiling: see tests.support.long_answers; in tokens, 0: none. Returns before the process serves."""
         with log.open("ab") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", str(_ROOT / "tests" / "support" / "oldest_process.py")],

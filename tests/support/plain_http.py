@@ -1,4 +1,4 @@
-"""Clients of plain HTTP. They load no certificate authorities, which takes 20 ms for each client."""
+"""Clients for plain HTTP. They load no certificate authorities, which would take 20 ms for each client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the kernels of low-bit products and of experts compute, in torch: arguments and results as the launchers'."""
+"""References of the kernels for low-bit products and experts in torch, with the launchers' arguments and results."""
 
 from __future__ import annotations
 

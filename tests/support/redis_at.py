@@ -48,7 +48,7 @@ def redis_at(host: str, directory: Path, *, password: str = "") -> Iterator[str]
 
 
 class Relay:
-    """TCP relay under a stable address, as a name that moves to another server; open connections stay."""
+    """TCP relay under a stable address, like a DNS name that moves to another server. Open connections stay."""
 
     def __init__(self) -> None:
         self.port = 0  # of the server that new connections reach

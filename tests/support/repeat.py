@@ -29,8 +29,6 @@ _SPIN = [sys.executable, "-c", "import os; us = os.getppid()\nwhile os.getppid()
 
 @dataclass(frozen=True)
 class Run:
-    """One run of the suite."""
-
     kind: str
     seed: int
 

@@ -20,7 +20,7 @@ async def router_service(
 ) -> AsyncIterator[RouterService]:
     """Open a router of the cluster on free ports and wait until it knows all replicas.
 
-    model: what its spec says of the model beside the cluster's. options: of RouterService.open.
+    model: fields of its spec's `model` that replace the cluster's. options: arguments of RouterService.open.
     """
     ports, spec = {"grpc_port": free_port(), "http_port": free_port()}, cluster.spec
     changes = {"router": spec.router.model_copy(update=ports), "model": spec.model.model_copy(update=model or {})}

@@ -1,4 +1,4 @@
-"""What a chat's answer says, whole and in its chunks."""
+"""Content of a chat's answer, read from a whole response or from its chunks."""
 
 from __future__ import annotations
 

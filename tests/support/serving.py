@@ -130,7 +130,7 @@ async def serving(
     stored: StoredResponses | None = None,
     grpc_limits: ConnectionLimits = GRPC_ENDPOINT,
 ) -> AsyncIterator[Served]:
-    """access: None: anybody's. spec, stored: None: the defaults."""
+    """Serve both endpoints. access: None: open to anybody. spec, stored: None: the defaults."""
     access, models = access or Access.anybody(), Models.of(served)
     async with AsyncExitStack() as stack:
         stack.callback(models.default.close)
@@ -152,7 +152,7 @@ async def serving(
 
 @asynccontextmanager
 async def blocked_threads(service: Completions, *, num: int = 8) -> AsyncIterator[None]:
-    """Give the service's threads for large texts this many pieces of work that end with the block."""
+    """Occupy the service's threads for large texts with `num` pieces of work that end with the block."""
     go_on = threading.Event()
     holding = [asyncio.ensure_future(service.threads.run("", go_on.wait, 60)) for _ in range(num)]
     await asyncio.sleep(0)

@@ -36,7 +36,7 @@ class SharedClusters:
     """
 
     def __init__(self, redis_url: str, *, settle_s: float = SETTLE_S) -> None:
-        """redis_url: of a server with a database for each of them, beside database 0. settle_s: see LocalCluster."""
+        """redis_url: server with a database for each cluster, beside database 0. settle_s: see LocalCluster."""
         self._settle_s = settle_s
         self._idle: OrderedDict[tuple[str, bool], LocalCluster] = OrderedDict()
         self._urls = [f"{redis_url}?db={number}" for number in range(1, _MAX_LIVE + 1)]
@@ -45,7 +45,7 @@ class SharedClusters:
     async def __call__(
         self, model_dir: Path, *, policy: Policy | None = None, processes: bool = False, **tree: Any
     ) -> AsyncIterator[LocalCluster]:
-        """Use the cluster of this spec; it starts unless it runs. The router's section may differ from test to test.
+        """Use the cluster of this spec, and start it unless it runs. The router's section may differ from test to test.
 
         Asserts at the end that every request has ended and that all ranks have their blocks.
         """

@@ -1,7 +1,7 @@
 """Polling for conditions without an event: in another process, or on a thread.
 
 Wait for an event (`Replicas.changed`, a task, a future) where there is one. The deadline only ends a test that would
-hang; it is no measure of speed.
+hang; it does not measure speed.
 """
 
 from __future__ import annotations

@@ -178,9 +178,9 @@ def _format_plan(
 ) -> dict[str, Any]:
     """Return the figures of one weight format with one KV format. memory_bytes: of a whole replica.
 
-    tokens: KV tokens that fit beside the weights; None: the weights do not fit. tokens_s: expected decode speed of one
-    sequence and of `batch`, from the profile's decode step and the bytes that it reads; None if the profile lacks its
-    weight bytes. The profile should be of this model: the compute per token is taken as it is.
+    Key `tokens`: KV tokens that fit beside the weights; None: the weights do not fit. Key `tokens_s`: expected decode
+    speed of one sequence and of `batch`, from the profile's decode step and the bytes that it reads; None if the
+    profile lacks its weight bytes. The profile should be of this model: its compute per token is used unchanged.
     """
     size = _weight_bytes(config, _WEIGHT_BITS[weights])
     room = memory_bytes * _USABLE - size

@@ -126,7 +126,7 @@ def plan(
 
 
 def _as_spec(source: str | dict[str, Any], overrides: list[str], given: Spec, best: Candidate, *, threads: int) -> str:
-    """Return `source` with the plan's pools as YAML for `cluster deploy`. threads: of the profile's replica."""
+    """Return `source` with the plan's pools as YAML for `cluster deploy`. threads: those of the profiled replica."""
     import yaml
 
     from core.spec.loader import load_spec

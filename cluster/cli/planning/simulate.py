@@ -130,7 +130,7 @@ def times_note(profile: Profile) -> str:
 def running_deployment(name: str | None) -> tuple[dict[str, Any], Profile] | None:
     """Return the spec of a deployment as it was given, and the profile that its replicas have learned.
 
-    None if nothing is deployed and `name` is None. Raises SpecError while the rates are unknown.
+    Returns None if nothing is deployed and `name` is None. Raises SpecError while the rates are unknown.
     """
     try:
         state = find_state(name)

@@ -39,13 +39,13 @@ _GRAPH_BYTES = 6 << 20  # of a recorded step of a small model; an estimate, not 
 class DraftModel(ModelProposer):
     """Proposer by a smaller model of the same tokenizer (Leviathan et al. 2023, arXiv:2211.17192).
 
-    Runs on rank 0 only, whatever the tensor parallelism, with its own weights, pool and block tables. Nothing of it is
-    shipped: a sequence that moves is computed again there. A call computes what each sequence lacks, then one token of
-    each at a time.
+    Runs on rank 0 only, whatever the tensor parallelism, with its own weights, pool and block tables. None of its KV is
+    shipped: after a sequence moves, the new replica's draft model computes it again. A call computes the missing KV of
+    each sequence, then drafts one token per sequence at a time.
     """
 
     def __init__(self, runner: ModelRunner, *, vocab_size: int) -> None:
-        """vocab_size: of the served model. Proposes nothing for sequences with a token outside its own vocabulary."""
+        """vocab_size: the served model's. Proposes nothing for sequences with a token outside its own vocabulary."""
         self.tables = DraftTables(runner.pool.num_blocks, block_size=runner.layout.block_size)
         self._runner = runner
         self._block_size = runner.layout.block_size
@@ -56,7 +56,7 @@ class DraftModel(ModelProposer):
 
     @classmethod
     def open(cls, config: EngineConfig, *, vocab_size: int, num_tokens: int) -> DraftModel:
-        """Load the model. config: without a number of blocks. num_tokens: KV capacity of the served model.
+        """Load the model. config: its num_blocks is ignored. num_tokens: KV capacity of the served model.
 
         Raises SpecError.
         """
@@ -114,7 +114,7 @@ class DraftModel(ModelProposer):
 
 
 class OwnLayers(ModelProposer):
-    """Proposer by the served model without its middle third of layers, for a replica of one rank.
+    """Proposer that runs the served model without its middle third of layers, for a replica of one rank.
 
     It has no state (Zhang et al. 2023, arXiv:2309.08168): a draft reads the KV of the kept layers from the replica's
     pool, and writes behind it, from the sequence's last token on. The step that verifies the draft overwrites that KV
@@ -122,7 +122,7 @@ class OwnLayers(ModelProposer):
     """
 
     def __init__(self, runner: ModelRunner, blocks: BlockManager, *, before_writing: Callable[[], None]) -> None:
-        """blocks: of the pool. before_writing: called before free blocks are written to; saves what they hold.
+        """blocks: the pool's manager. before_writing: saves the content of free blocks before drafts overwrite them.
 
         Raises SpecError for models with states.
         """
@@ -137,7 +137,7 @@ class OwnLayers(ModelProposer):
         self._sampler = DraftSampler()
 
     def num_behind(self, sequence: Sequence) -> int | None:
-        """Return 1 if only the last token is missing."""
+        """Return 1 if only the last token's KV is missing, else None."""
         return 1 if sequence.num_missing == 1 and len(sequence.tokens) < self._max_tokens else None
 
     def propose(self, sequences: Seq[Sequence], max_tokens: int) -> list[Proposal]:
@@ -156,7 +156,7 @@ class OwnLayers(ModelProposer):
         return proposals
 
     def _beyond(self, sequence: Sequence, max_tokens: int) -> list[int] | None:
-        """Allocate the blocks behind the sequence's own; None if there is no room."""
+        """Allocate blocks for a draft behind the sequence's own ones. Returns None if there is no room."""
         num_tokens = len(sequence.tokens) + max_tokens - 1
         if num_tokens > self._max_tokens:
             return None
@@ -165,9 +165,9 @@ class OwnLayers(ModelProposer):
         return beyond if self._blocks.extend(beyond, max(0, missing)) else None
 
     def attach_parts(self, rows: list[_Row], max_tokens: int) -> list[int]:
-        """Attach parts for the positions to draft. Returns the blocks whose parts the caller drops after the draft.
+        """Attach window parts for the positions to draft. Returns the blocks whose parts the caller drops afterwards.
 
-        Rows for which there are no parts are removed: reservations do not cover blocks behind the last token's.
+        Removes the rows that get no parts: reservations end with the block of the last token.
         """
         windows, lent = self._blocks.windows, list[int]()
         assert windows
@@ -192,10 +192,10 @@ class OwnLayers(ModelProposer):
 
 
 class _Row:
-    """Row of a call, drafted token by token."""
+    """Row of a call to the model, which drafts one token at a time."""
 
     def __init__(self, sequence: Sequence, start: int, blocks: list[int], max_tokens: int) -> None:
-        """start: first token of the sequence to compute. max_tokens: of a sequence."""
+        """start: index of the first token to compute. max_tokens: maximum length of a sequence."""
         self.sequence = sequence
         self.start = start
         self.blocks = blocks
@@ -243,11 +243,11 @@ def _draft(
 class HeadProposer(ModelProposer):
     """Proposer by draft heads.
 
-    Steps, or the KV that arrives, leave what heads need of a sequence, so only resting heads have to catch up.
+    Steps and KV transfers record the state that heads need, so only resting heads have to catch up.
     """
 
     def __init__(self, heads: RankHeads, sampler: DraftSampler | None = None) -> None:
-        """sampler: None for a new one."""
+        """sampler: None to create one."""
         self._heads = heads
         self._sampler = sampler or DraftSampler()
 

@@ -1,9 +1,9 @@
 """Sampling of draft tokens from a draft model's logits.
 
 A draft token is sampled with the random number that the sequence's own token at that position will use. If both
-distributions are equal, so is every token. If they differ, tokens agree as often as the two cumulative distributions
-give the same token for a random number. A weak draft's likeliest token agrees more often than that; which of the two to
-propose is learned by temperature.
+distributions are equal, all tokens agree. If they differ, tokens agree as often as the two cumulative distributions
+give the same token for a random number. The likeliest token of a weak draft model agrees more often than that. Which of
+the two to propose is learned per temperature.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from engine.spec_decode.proposer import NO_PROPOSAL, Proposal
 
 # R rows, V vocabulary
 
-GREEDY, DRAWN, LIKELIEST = range(3)  # greedy row; sampled row's sampled token; sampled row's likeliest token
+GREEDY, DRAWN, LIKELIEST = range(3)  # greedy row; sampled row that proposes the sampled token; or the likeliest
 NUM_DEGREES = 16  # of confidence
-_KEEP = 0.98  # weight of the past at each time that sampled and likeliest token differ and one of them is right
-_EVIDENCE = 4.0  # times that the likeliest was right more often than the sampled one
+_KEEP = 0.98  # weight of the past at each observation
+_EVIDENCE = 4.0  # right guesses by which the likeliest token must lead the sampled one
 
 
 class DraftToken(NamedTuple):
-    """A token and its kind (see Proposal): the confidence of the model."""
+    """Draft token with its kind (see Proposal), which encodes the model's confidence."""
 
     token: int
     kind: int
@@ -51,7 +51,7 @@ class RowDraft:
     is_over: bool = False
 
     def take(self, token: DraftToken | None) -> int:
-        """Append the token; None ends the draft. Returns the id, or any id if there is none."""
+        """Append the token; None ends the draft. Returns its id; for None, an arbitrary id."""
         self.is_over |= token is None
         if token is None or self.is_over:
             return 0
@@ -74,7 +74,7 @@ class DraftSampler:
         """learns: False to propose the sampled token always."""
         self._rows: WeakKeyDictionary[Sequence, SamplingRow] = WeakKeyDictionary()
         self._learns = learns
-        self._balance: dict[float, float] = {}  # by temperature, in tenths: above 0 where the likeliest is right
+        self._balance: dict[float, float] = {}  # by temperature in tenths; above 0: likeliest more often right
         self._last: WeakKeyDictionary[Sequence, tuple[int, int, int]] = WeakKeyDictionary()
 
     @torch.inference_mode()
@@ -102,7 +102,7 @@ class DraftSampler:
         return LIKELIEST if self._balance.get(round(temperature, 1), 0.0) > _EVIDENCE else DRAWN
 
     def _learn(self, sequences: Seq[Sequence], drawn: Seq[int], likeliest: Seq[int]) -> None:
-        """Learn from the outcome of the last draft of each sequence: which of both first tokens was right."""
+        """Learn whether the sampled or the likeliest first token of each sequence's last draft was right."""
         for sequence, *both in zip(sequences, drawn, likeliest, strict=True):
             if sequence.sampling_row.sampling.is_greedy:
                 continue
@@ -141,7 +141,7 @@ def _degree(share: float) -> int:
 class Draws(NamedTuple):
     """Token indices into the logits."""
 
-    tokens_R3: Tensor  # likeliest; sampled; the proposed one of both
+    tokens_R3: Tensor  # likeliest, sampled, and proposed token
     shares_R: Tensor  # fp32: probability of the proposed token
 
 

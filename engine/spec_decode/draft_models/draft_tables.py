@@ -23,12 +23,12 @@ class DraftTable:
 class DraftTables:
     """Cache of KV by sequence, with LRU eviction and shared prefixes. Owned by the step thread.
 
-    Blocks are taken from the least recently drafted sequence, which is computed again if it is drafted again. Prefixes
-    of finished sequences stay until their room is needed.
+    Eviction takes the blocks of the least recently drafted sequence; its next draft computes the KV again. Prefixes of
+    finished sequences stay until their room is needed.
     """
 
     def __init__(self, num_blocks: int, *, block_size: int) -> None:
-        """block_size: that of the sequences' own hashes."""
+        """block_size: the one that the sequences' block hashes use."""
         self.blocks = BlockManager(num_blocks)
         self._block_size = block_size
         self._tables: OrderedDict[Sequence, DraftTable] = OrderedDict()  # the most recent last
@@ -37,7 +37,7 @@ class DraftTables:
         return len(self._tables)
 
     def num_missing(self, sequence: Sequence) -> int:
-        """Return the number of tokens to compute for the logits behind the last one: at least 1. Changes nothing."""
+        """Return the number of tokens to compute before drafting, the last one included. Changes nothing."""
         table = self._tables.get(sequence)
         known = (
             self.blocks.match(self._hashes(sequence)) * self._block_size if table is None else _known(sequence, table)

@@ -37,7 +37,7 @@ _MOST = 64
 
 @dataclass(frozen=True, kw_only=True)
 class EagleParts:
-    """Modules of the layer. Pairs of matrices read the token's embedding and the feature of the position before."""
+    """Modules of the layer. In a pair, one matrix reads the token's embedding, the other the previous feature."""
 
     fuse: Linear
     embedding_norm: RMSNorm
@@ -112,7 +112,7 @@ class CompiledEagle:
     def draft(self, step: Step, embedded_RE: Tensor, before_RE: Tensor) -> tuple[Tensor, Tensor]:
         """Draft behind one entry of each row. Returns the next features (R, E) and their logits (R, D), both bf16.
 
-        Both are valid until the next call, which may take these features as input. step: of EntrySteps.
+        Both are valid until the next call, which may take these features as input. step: from EntrySteps.
         """
         num_rows = len(embedded_RE)
         self._embedded_CE[:num_rows] = embedded_RE
@@ -130,7 +130,7 @@ class EntrySteps:
     """Kernel arguments of a draft's entries, place by place. Owns the arrays that the steps point to."""
 
     def __init__(self, places: DraftPlaces, cos_N1F: Tensor, sin_N1F: Tensor) -> None:
-        """cos, sin: of all places, concatenated."""
+        """cos, sin: for all places, concatenated."""
         tables_RB, slots_PR = places.tables_RB, places.slots_PR
         context_lens_PR, ones_R = places.positions_PR + 1, np.ones(len(tables_RB), dtype=np.int64)
         self._kept = tables_RB, slots_PR, context_lens_PR, ones_R, cos_N1F, sin_N1F

@@ -48,8 +48,6 @@ class Entries:
 
 
 class _Deferred(NamedTuple):
-    """Deferred token."""
-
     token_id: int
     position: int
     before: int  # slot of the position before
@@ -78,8 +76,8 @@ class DeferredEntries:
     ) -> None:
         """Add the tokens of a step, whose ids are on the host.
 
-        The last token of a slot counts, because earlier ones were wrong drafts. hidden_NW: kept. accepts: called for
-        each token in order with its slot and the slot before.
+        A token replaces an earlier one at its slot, which was a rejected draft. hidden_NW: kept by reference. accepts:
+        called for each token in order with its slot and the slot before.
         """
         tokens, positions = batch.token_ids.tolist(), batch.positions.tolist()
         slots, late = batch.slots.tolist(), self._deferred
@@ -107,7 +105,7 @@ class DeferredEntries:
         return found[::-1]
 
     def take(self, slots: Iterable[int] | None = None) -> Entries | None:
-        """Remove and return the tokens of these slots, or all. Forked sequences may continue from the same tokens."""
+        """Remove and return the tokens of these slots, or all. Forked sequences may list a slot twice."""
         taken = list(self._deferred if slots is None else dict.fromkeys(slots))
         if not taken:
             return None
@@ -132,7 +130,7 @@ class DeferredEntries:
         )
 
     def forget(self, slots: Iterable[int]) -> None:
-        """Discard the deferred tokens of these slots, which belong to their previous owner."""
+        """Discard the deferred tokens of these slots, which belong to the slots' previous owner."""
         for slot in slots:
             self._deferred.pop(slot, None)
 

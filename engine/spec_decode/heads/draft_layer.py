@@ -36,7 +36,7 @@ from engine.weights.checkpoint import Shape
 
 
 class DraftLayer(Protocol):
-    """Layer that maps an entry, a token's embedding and the feature of the position before, to the next feature.
+    """Layer that maps an entry (a token's embedding and the previous position's feature) to the next feature.
 
     The keys and values of an entry depend on the entry alone.
     """
@@ -52,7 +52,7 @@ class DraftLayer(Protocol):
         ...
 
     def keep(self, entries: Entries, before_NE: Tensor, /) -> None:
-        """Write the entries' KV to the pool. before: the feature before each."""
+        """Write the entries' KV to the pool. before_NE: the previous position's features."""
         ...
 
     def __call__(self, places: DraftPlaces, place: int, token_ids_R: Tensor, before_RE: Tensor, /) -> Tensor:
@@ -71,7 +71,7 @@ class DraftPlaces(NamedTuple):
     """Positions of a draft's entries, from each row's last token on."""
 
     positions_PR: Ints
-    tables_RB: Ints  # with a block for each of these
+    tables_RB: Ints  # block tables that cover these positions
     block_size: int
 
     @classmethod
@@ -93,8 +93,7 @@ class DraftPlaces(NamedTuple):
 
 @dataclass(frozen=True)
 class DecoderBlock:
-    """y = x + attention(entry), then y + mlp(norm(y)). The caller builds the entry, so attention has no norm before
-    it."""
+    """Block that computes y = x + attention(entry), then y + mlp(norm(y)). The caller norms the entry."""
 
     attention: LayerAttention
     head_dim: int
@@ -110,7 +109,7 @@ class DecoderBlock:
     def read(
         cls, reader: ShardReader, shape: ModelConfig, prefix: str, *, index: int, has_bias: bool = False
     ) -> DecoderBlock:
-        """Read the weights. index: layer in the pool. has_bias: of queries, keys and values."""
+        """Read the weights. index: layer in the pool. has_bias: for queries, keys and values."""
         attention, parallel, dim = f"{prefix}.self_attn", reader.parallel, shape.head_dim
         q_first, q_end = parallel.span(shape.num_q_heads)
         kv_first, kv_end = head_range(shape.num_kv_heads, rank=parallel.rank, num_ranks=parallel.size)
@@ -140,7 +139,7 @@ class DecoderBlock:
             pool.write(self.attention.layer, slots, rotate(k_NKD, cos_N1F, sin_N1F), v_NKD)
 
     def __call__(self, batch: Batch, pool: KVPool, entry_RI: Tensor, x_RE: Tensor) -> Tensor:
-        """Compute one entry of each row, and write its KV to the pool. -> (R, E)"""
+        """Compute one entry of each row, and write its KV to the pool. Returns (R, E)."""
         heads = heads_of(self.kernels, batch, pool, [self.angles(batch.positions, entry_RI)])
         heads_RMD = torch.unflatten(self.qkv(entry_RI), -1, (-1, self.head_dim))
         q_RHD = heads.store(self.attention, heads_RMD)
@@ -156,7 +155,7 @@ class DecoderBlock:
 
 
 def heads_of(kernels: Kernels | None, batch: Batch, pool: KVPool, angles: Angles) -> Heads:
-    """Return the attention backend of a draft step. Draft layers keep every block, and have spare ones."""
+    """Return the attention backend of a draft step. Draft layers have no sliding window."""
     if pool.device.type == "cuda":
         return KernelHeads(DeviceBatch.of(batch, pool.device), pool, angles)
     if kernels is None:

@@ -6,9 +6,9 @@
     next     while drafting, the approximation takes the feature's place
 
 The content of slot t depends on the tokens up to t, as in any other layer. So the layer is one more layer of the KV
-pool, and is shipped, stored and found with its block. The KV of a step's tokens is written by the step, or later
-(`DeferredEntries`); everything else is computed only when a draft is requested. Published layers are trained without an
-entry at slot 0; here it is one more key.
+pool, and its KV is shipped, stored and matched with the block. The KV of a step's tokens is written by the step, or
+later (`DeferredEntries`); everything else is computed only when a draft is requested. Published layers are trained
+without an entry at slot 0; here that entry is one more key.
 
 If drafts rarely pay (`rest`), only the first tokens of each answer are deferred, perhaps none. Later tokens, and tokens
 whose KV another component needs, are passed over: nothing is drafted behind them any more (Features), and steps do no

@@ -14,7 +14,7 @@ EAGLE-1, over the model's last hidden state: Li et al. 2024, arXiv:2401.15077; E
     layer  a Llama layer without the norm before attention; the logits of token t + 1 are the model's head of its x
     next   its own x, in the place of f
 
-EAGLE-1's embedding and head are the model's, which it was trained with: copies in the checkpoint are not read.
+EAGLE-1 is trained with the model's embedding and head, so copies of them in the checkpoint are not read.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from engine.weights.checkpoint import Shape, check_tensors
 
 # T tokens of a step, R rows, E hidden_size, D draft vocabulary
 
-# Of EAGLE-1.
+# Names of tensors in EAGLE-1's checkpoints.
 _LAYER = "layers.0"
 _COPIES = frozenset({"embed_tokens.weight", "lm_head.weight"})
 
@@ -146,7 +146,7 @@ class Eagle3Layer:
         return self._feature_norm(before_TE) if self._variant.norm_before_residual else before_TE
 
     def _entry(self, token_ids_T: Tensor, before_TE: Tensor) -> Tensor:
-        """(T, 2 E)"""
+        """Return the layer's input (T, 2 E)."""
         return torch.cat((self._embedding_norm(self._embed(token_ids_T)), self._feature_norm(before_TE)), dim=-1)
 
 
@@ -221,5 +221,5 @@ class Eagle1Layer:
         return self._model.head(feature_RE)
 
     def _entry(self, token_ids_T: Tensor, before_TE: Tensor) -> Tensor:
-        """(T, E)"""
+        """Return the layer's input (T, E)."""
         return self._join(torch.cat((self._model.embed(token_ids_T), before_TE), dim=-1))

@@ -1,13 +1,13 @@
 """Features of the positions that a sequence may continue from, by KV slot.
 
 A sequence continues behind its last computed position: the last position of its row in the step, or, after a draft, any
-from its last own token on. Features of all of these are kept for some steps, in a ring. If the layout has room (EAGLE),
-the feature of a full block's last position is also stored in the pool, so that sequences can continue after a cache
-hit, a lower tier, a fork or a transfer.
+position from its own last token on. The features of all these positions stay in a ring for some steps. If the layout
+has room (EAGLE), the feature of a full block's last position is also stored in the pool, so that sequences can continue
+after a cache hit, a lower tier, a fork or a transfer.
 
 Resting heads pass positions over. Neither these positions nor any behind them have features, because those would be
-computed from missing KV. A slot is marked, and the last position of a block has a row of zeros, which no feature is.
-The zeros travel with the block, and in place of the feature when a sequence moves.
+computed from missing KV. Their slots are marked. The last position of a block gets a row of zeros instead, which no
+real feature equals; it travels with the block, and in place of the feature when a sequence moves.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Features:
     """Features of one rank; equal on all ranks. Owned by the step thread."""
 
     def __init__(self, pool: KVPool, *, dim: int, dtype: torch.dtype, capacity: int) -> None:
-        """capacity: size of the ring, as much as a few steps keep."""
+        """capacity: size of the ring, enough for a few steps."""
         self._pool = pool
         self._size = pool.layout.block_size
         self._of_blocks: Tensor | None = None
@@ -47,7 +47,7 @@ class Features:
         self._slot_of_C = np.full(capacity, UNKNOWN)
         self._place_of = np.full(pool.num_blocks * self._size, UNKNOWN)  # latest place by slot
         self._next = 0
-        # Heads on a GPU pass nothing over, and reading the bytes there would wait for it.
+        # Heads on a GPU pass nothing over, and reading bytes there would wait for the device.
         self._begin_BN = pool.features.numpy()[:, :_LOOKED_AT] if pool.device.type == "cpu" else None
         self._is_over = bytearray(pool.num_blocks * self._size)  # by slot: passed over
         self._is_over_S = np.frombuffer(self._is_over, dtype=np.uint8)
@@ -65,14 +65,13 @@ class Features:
             self._ring_CE[self._on_device(places_N)] = x_NE
 
     def keep_ends(self, slots_T: Ints, x_TE: Tensor) -> None:
-        """Store the features of those positions of a step that fill their blocks."""
+        """Store the features of a step's positions that are the last of their blocks."""
         ends = np.flatnonzero(slots_T % self._size == self._size - 1)
         if self._of_blocks is not None and len(ends):
             blocks_N = self._on_device(slots_T[ends] // self._size)
             self._of_blocks[blocks_N] = x_TE[self._on_device(ends)]
 
     def pass_over(self, slots: Iterable[int]) -> None:
-        """Mark these slots as passed over."""
         last = self._size - 1
         for slot in slots:
             self._is_over[slot] = True
@@ -100,11 +99,11 @@ class Features:
         return known, self.read([places[row] for row in known])
 
     def knows(self, rows: Sequence[HeadRow], is_in_flight: Callable[[int], bool] = lambda slot: False) -> bool:
-        """Return True if every row has a feature before its last token, or will have: is_in_flight(slot)."""
+        """Return True if each row has a feature before its last token, or will get one: is_in_flight(slot)."""
         return all(is_in_flight(slot) or self._place(slot) != UNKNOWN for slot in self.slots_before(rows))
 
     def _place(self, slot: int) -> int:
-        """Return the place of one slot. Uses hardly any numpy, because its caches are cold between steps."""
+        """Return the place of one slot. Uses little numpy, whose code is out of cache between steps."""
         if slot == UNKNOWN or self.is_passed_over(slot):
             return UNKNOWN
         # Prefer the block's feature; the one in the ring may be older.
@@ -139,7 +138,7 @@ class Features:
     def of(self, blocks: Sequence[int], num_tokens: int) -> bytes:
         """Return the feature of the last of `num_tokens` positions of a block table, as sent with its KV.
 
-        Zeros: it is passed over. Empty: there is none, or none yet.
+        Returns zeros for a passed-over position, and b"" if there is no feature (yet).
         """
         slots = self._slots(blocks, num_tokens - 1, num_tokens)
         if len(slots) and self.is_passed_over(int(slots[0])):
@@ -180,7 +179,7 @@ class Features:
 
 
 def slots_before(batch: Batch, *, block_size: int) -> Ints:
-    """(T,) slot of the position before each token; UNKNOWN if there is none."""
+    """Return the slot of the position before each token, (T,); UNKNOWN if there is none."""
     before_T = batch.slots - 1
     first_in_block = np.flatnonzero(batch.positions % block_size == 0)
     if len(first_in_block):
@@ -192,7 +191,7 @@ def slots_before(batch: Batch, *, block_size: int) -> Ints:
 
 
 def list_before(batch: Batch, slots: Sequence[int], positions: Sequence[int], *, block_size: int) -> list[int]:
-    """Return `slots_before` as a list, usually without numpy, whose caches are cold.
+    """Return `slots_before` as a list, usually without numpy, whose code is out of cache.
 
     slots, positions: those of the batch, as lists.
     """

@@ -18,11 +18,11 @@ from engine.spec_decode.heads.head_row import Choose, HeadRow
 
 @dataclass(frozen=True, kw_only=True)
 class HeadsRoom:
-    """Environment that heads are built with."""
+    """Resources and limits that heads are built with."""
 
     reader: ShardReader  # of the heads' checkpoint
     model: Transformer  # the served model
-    max_rows: int  # of a `draft` call
+    max_rows: int  # rows per `draft` call
 
     @property
     def num_places(self) -> int:
@@ -31,12 +31,12 @@ class HeadsRoom:
 
     @property
     def can_wait(self) -> bool:
-        """True if draft KV may be deferred: no other rank or device would have to defer it, too."""
+        """True if draft KV may be deferred: on a CPU with a single rank."""
         return self.reader.device.type == "cpu" and self.reader.parallel.size == 1
 
 
 class RankHeads(Protocol):
-    """Heads and their state: of one rank, or of all ranks of a replica."""
+    """Draft heads with their state, of one rank or of all ranks of a replica."""
 
     def rest(self, num_first: int | None, /) -> None:
         """Announce that drafts are requested only within the first `num_first` tokens of answers, if at all.
@@ -83,7 +83,7 @@ class DraftHeads(RankHeads, Protocol):
         ...
 
     def pass_over(self, batch: Batch, on_layer: Callable[[int], None] | None, /) -> bool:
-        """Return True if the heads skip the next step, which then must not be passed to `follow`."""
+        """Return True if the heads skip this step; the caller then must not call `follow` for it."""
         return False
 
     def settle(self) -> None:

@@ -27,7 +27,7 @@ from engine.weights.checkpoint import Shape, check_tensors
 
 
 class Medusa(DraftHeads):
-    """Medusa. Keeps nothing in the pool, and so can defer nothing.
+    """Medusa heads, which keep nothing in the pool.
 
     A feature missing from the ring costs one step without a draft.
     """

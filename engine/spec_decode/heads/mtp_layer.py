@@ -4,9 +4,9 @@ DeepSeek-V3, arXiv:2412.19437, section 2.2:
 
     f(t)   the model's last hidden state of position t, normed, as its head reads it
     entry  of token t: enorm(embedding of token t) and hnorm(f(t - 1)), side by side, through eh_proj
-    layer  one more layer of the model, of Nemotron one with attention and one with experts; the logits of token t + 1
+    layer  one more layer of the model (Nemotron: one with attention, one with experts); the logits of token t + 1
            are the model's head of shared_head.norm(x)
-    next   that norm of its own x, in the place of f
+    next   shared_head.norm(x), in the place of f
 
 The paper leaves open whether f is normed; it is in Megatron, SGLang and TensorRT-LLM. Embedding and head are the
 model's: those in the checkpoint are copies.

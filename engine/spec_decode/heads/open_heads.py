@@ -63,7 +63,7 @@ def open_heads(
 def warm_up_heads(
     heads: DraftHeads, pool: KVPool, *, max_tokens: int, max_rows: int, hidden_size: int, dtype: torch.dtype
 ) -> None:
-    """Follow steps of every power of two of tokens, and draft for as many rows.
+    """Call `follow` with every power of two of tokens, and `draft` with as many rows.
 
     The model itself computes nothing, because ranks without heads would not take part. Leaves meaningless values in the
     first blocks.
