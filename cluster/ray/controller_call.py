@@ -42,8 +42,11 @@ def ask(actor: Any, method: str, *args: Any, within_s: float = ASK_S, **kwargs: 
 
 
 def ask_controller(deployment: str, method: str, *args: Any) -> Any:
-    """Like ask(), for the controller of a deployment. Raises ClusterError."""
-    controller = find_controller(deployment)
+    """Like ask(), for the controller of a deployment. Raises the controller's own ClusterError, or DeployError."""
+    try:
+        controller = find_controller(deployment)
+    except RayError as error:  # Ray's head does not answer
+        raise DeployError(f"{deployment}'s controller: {method}: {' '.join(str(error).split())}") from error
     if controller is None:
         raise DeployError(f"{deployment}'s controller: {method}: it does not run")
     return ask(controller, method, *args)

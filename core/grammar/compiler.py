@@ -64,7 +64,7 @@ class GrammarCompiler:
         grammar.check(param)
         begin = time.thread_time()
         matcher, rebuild, problem = _matched(tokenizer, grammar)
-        if _OF_PATTERN.search(problem):
+        if _OF_PATTERN.search(problem) and grammar.kind is not GrammarKind.REGEX:
             weaker = _matched(tokenizer, grammar, keeps_patterns=False)
             if not weaker[2]:
                 matcher, rebuild, problem = weaker

@@ -58,7 +58,11 @@ def exact(schema: Any, *, is_lenient: bool, keeps_patterns: bool = True) -> Any:
     def change(keywords: Mapping[str, Any]) -> dict[str, Any]:
         if not is_lenient:
             _check(keywords)
-        dropped = {*(["multipleOf"] if is_slow else []), *([] if keeps_patterns else ["pattern", "patternProperties"])}
+        dropped = {"multipleOf"} if is_slow else set[str]()
+        if not keeps_patterns:
+            dropped |= {"pattern", "patternProperties", "unevaluatedProperties"}
+            if "patternProperties" in keywords:  # those that match would become additional
+                dropped.add("additionalProperties")
         made = {
             key: _well_formed(key, value)
             for key, value in keywords.items()

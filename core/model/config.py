@@ -106,7 +106,7 @@ def quantization_config(path: Path) -> dict[str, Any]:
         return {"quant_method": "modelopt", **own}
     # Files of AutoGPTQ and AutoAWQ, from before transformers had these settings.
     if "bits" in (own := read_object(path / "quantize_config.json", missing_ok=True)):
-        return with_usual_method({"quant_method": "gptq", **own})
+        return with_usual_method({**own, "quant_method": own.get("quant_method") or "gptq"})
     if "w_bit" in (own := read_object(path / "quant_config.json", missing_ok=True)):
         return {"quant_method": "awq", "bits": own["w_bit"], "group_size": own.get("q_group_size"), **own}
     return {}

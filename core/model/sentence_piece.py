@@ -19,7 +19,8 @@ Prefix = Literal["always", "first", "never"]
 # Fields of the file, by number.
 _PIECE, _TRAINER, _NORMALIZER = 1, 2, 3
 _TEXT, _SCORE, _KIND = 1, 2, 3
-_CONTROL, _USER_DEFINED = 3, 4
+_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
+_MERGED = (_NORMAL, _USER_DEFINED, _UNUSED)  # kinds; bytes and special pieces are never joined from text
 # Fields of the trainer, with their defaults.
 _MODEL, _BPE, _IS_SUFFIX = 3, 2, 24
 _SPECIAL = {"unk_token": (40, 0, 45, "<unk>"), "bos_token": (41, 1, 46, "<s>"), "eos_token": (42, 2, 47, "</s>")}
@@ -49,7 +50,7 @@ def read_sentence_piece(path: Path, config: Mapping[str, Any]) -> Tokenizer:
     named = special_pieces(path)
     tokenizer = merged_by_score(
         texts,
-        [score for _, score, _ in pieces],
+        [score if kind in _MERGED else None for _, score, kind in pieces],
         unknown=named.get("unk_token"),
         prefix="never" if not adds_prefix else "first" if config.get("legacy") is False else "always",
     )
@@ -64,24 +65,26 @@ def read_sentence_piece(path: Path, config: Mapping[str, Any]) -> Tokenizer:
 
 def special_pieces(path: Path) -> dict[str, str]:
     """Return the texts of unk_token, bos_token and eos_token, as far as the file has them."""
-    trainer = _Message(next((value for number, value in _fields(path.read_bytes()) if number == _TRAINER), b""))
-    found = {}
+    pieces, trainer, _ = _read(path)
+    texts, found = {text for text, _, _ in pieces}, {}
     for name, (id_field, usual_id, text_field, usual_text) in _SPECIAL.items():
         token_id, text = trainer.get(id_field, usual_id), trainer.get(text_field)
-        if token_id < 1 << 31:  # -1: none
-            found[name] = text.decode() if text else usual_text
+        written = text.decode() if text else usual_text
+        if token_id < 1 << 31 and written in texts:  # -1: none
+            found[name] = written
     return found
 
 
 def merged_by_score(
-    tokens: Sequence[str], scores: Sequence[float], *, unknown: str | None, prefix: Prefix = "always"
+    tokens: Sequence[str], scores: Sequence[float | None], *, unknown: str | None, prefix: Prefix = "always"
 ) -> Tokenizer:
     """Return a tokenizer that joins the neighbours whose joint token has the highest score, with byte fallback.
 
-    prefix: texts that begin with a space: all between special tokens, the first one, or none.
+    scores: None for tokens that are never joined. prefix: texts that begin with a space: all between special tokens,
+    the first one, or none.
     """
     vocab = {token: index for index, token in enumerate(tokens)}
-    ranks = zip(tokens, (-score for score in scores), strict=True)
+    ranks = [(token, -score) for token, score in zip(tokens, scores, strict=True) if score is not None]
     model = models.BPE(
         vocab=vocab, merges=ranked_merges(vocab, ranks), unk_token=unknown, fuse_unk=True, byte_fallback=True
     )

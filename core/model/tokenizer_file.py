@@ -120,7 +120,10 @@ def check_tokenizer(model_dir: Path) -> Path:
 
 
 def _is_readable(file: Path) -> bool:
-    return not file.name.startswith(_PIECES) or is_sentence_piece(file)
+    try:
+        return not file.name.startswith(_PIECES) or is_sentence_piece(file)
+    except OSError as error:
+        raise SpecError(f"{file}: {error.strerror}") from None
 
 
 def _load(path: Path) -> Tokenizer:

@@ -73,7 +73,9 @@ class _Loader(yaml.SafeLoader):
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
                 if key.value in seen:
-                    raise yaml.composer.ComposerError(None, None, f"{key.value} is written twice", key.start_mark)
+                    # Without a mark, which would quote the line: it may hold a password.
+                    line = key.start_mark.line + 1
+                    raise yaml.composer.ComposerError(f"{key.value} is written twice, again in line {line}")
                 seen.add(key.value)
         return node
 
@@ -84,7 +86,7 @@ def _override(tree: dict[str, Any], override: str) -> None:
     if not equals or not all(keys):
         raise SpecError(f"--set {override}: write PATH=VALUE, such as --set model.dtype=float32")
     try:
-        value = yaml.safe_load(text)
+        value = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError:
         raise SpecError(f"--set {override}: the value is not readable as YAML") from None
     node = tree

@@ -40,6 +40,7 @@ def llama3_json(scan: Scanner) -> Reading[None]:
     is_call = yield from scan.next_is("{")
     while is_call or (yield from scan.text_until("<|python_tag|>")):
         while (yield from json_call(scan)):
+            scan.forget_taken()
             if not (yield from scan.optional(";")) and not (yield from scan.next_is("{")):
                 break
         is_call = False

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 
-from frontend.parsers.scanner import Reading, Scanner
+from frontend.parsers.scanner import MAX_NAME, Reading, Scanner
 from frontend.parsers.xml_call import BY_JSON, as_json, begun_as_json, streamed_string, take_begun
 
 GEMMA4_MARKERS = _CALL, _CALL_END, _QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 
-_MAX_NAME = 128
 _MAX_DEPTH = 64
 _MAX_WORD = 1024  # characters of a key or a number
 _NESTED = {"{": "}", "[": "]"}
@@ -19,7 +18,7 @@ _ENDS = (",", *"{}[]", _QUOTE, _CALL_END)  # of a key or a number
 def gemma4(scan: Scanner) -> Reading[None]:
     """<|tool_call>call:NAME{key:<|"|>text<|"|>,other:[1,true]}<tool_call|>, once for each call."""
     while (yield from scan.next_call(f"{_CALL}call:")):
-        name = (yield from scan.before("{", most=_MAX_NAME)).strip()
+        name = (yield from scan.before("{", most=MAX_NAME)).strip()
         if name not in scan.tools:
             scan.give_up()
             continue

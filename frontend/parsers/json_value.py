@@ -7,6 +7,7 @@ import re
 import string
 
 _MAX_DEPTH = 64
+_MAX_SPACE = 64  # characters between a comma that is dropped and the bracket after it
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')  # inside a string
 _SPACE = re.compile(r"[ \t\n\r]*")
 _WORD = set("-+." + string.digits + string.ascii_letters)
@@ -108,12 +109,13 @@ class JsonValue:
             return self._close(at)
         if self._is_repaired and text[at : at + 1] == ",":
             behind = _after_space(text, at + 1)
-            self._waits = behind == len(text)
-            if self._waits:
-                return at
-            if text[behind] == ("}" if is_object else "]"):
-                self.repairs.append((at, ""))
-                return at + 1
+            if behind - at <= _MAX_SPACE:
+                self._waits = behind == len(text)
+                if self._waits:
+                    return at
+                if text[behind] == ("}" if is_object else "]"):
+                    self.repairs.append((at, ""))
+                    return at + 1
         return self._one(text, at, {",": "key" if is_object else "value"})
 
     def _in_string(self, text: str, at: int) -> int:

@@ -7,11 +7,10 @@ import json
 import warnings
 
 from frontend.parsers.json_call import json_call
-from frontend.parsers.scanner import Reading, Scanner
+from frontend.parsers.scanner import MAX_NAME, Reading, Scanner
 
 PYTHON_START, PYTHON_END = "<|python_start|>", "<|python_end|>"
 
-_MAX_NAME = 128
 _MAX_CALL = 64 * 1024  # characters
 _JSONS_OWN = {"true": True, "false": False, "null": None}
 
@@ -32,7 +31,7 @@ def pythonic(scan: Scanner) -> Reading[None]:
 
 
 def _call(scan: Scanner) -> Reading[bool]:
-    name = (yield from scan.before("(", most=_MAX_NAME)).strip()
+    name = (yield from scan.before("(", most=MAX_NAME)).strip()
     if name not in scan.tools:
         scan.give_up()
         return False

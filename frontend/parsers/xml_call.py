@@ -11,9 +11,8 @@ from typing import Any
 from core.types.json_schema import target
 from frontend.parsers.json_value import JsonValue
 from frontend.parsers.pythonic import literal_as_json
-from frontend.parsers.scanner import Reading, Scanner, overlap
+from frontend.parsers.scanner import MAX_NAME, Reading, Scanner, overlap
 
-_MAX_NAME = 128
 _MAX_SPACE = 64  # characters between two tags
 _MAX_LOOK = 2 * _MAX_SPACE  # characters that may be space and a tag
 BY_JSON = {"integer", "number", "boolean", "object", "array", "null"}
@@ -63,7 +62,7 @@ DSML = XmlTags(  # V3.2 names a block function_calls, V4 tool_calls
 def xml_calls(scan: Scanner, *, tags: XmlTags) -> Reading[None]:
     """Read calls such as <function=NAME><parameter=KEY>value</parameter>…</function>, alone or in a block."""
     while (yield from scan.next_call(tags.call, *tags.blocks)):
-        name = _name((yield from scan.before(tags.name_end, most=_MAX_NAME)))
+        name = _name((yield from scan.before(tags.name_end, most=MAX_NAME)))
         if name not in scan.tools:
             scan.give_up()
             continue
@@ -81,7 +80,7 @@ def _parameters(scan: Scanner, tags: XmlTags, types: _Types) -> Reading[bool]:
     """Read up to the end of the call. Return whether it was found."""
     opening = "{"
     while (yield from scan.optional(tags.parameter)):
-        named = yield from scan.before(tags.key_end, most=_MAX_NAME)
+        named = yield from scan.before(tags.key_end, most=MAX_NAME)
         if not (yield from scan.optional(tags.key_end)) or (tags.value and not (yield from scan.optional(tags.value))):
             return False
         key = _name(named)
@@ -162,8 +161,8 @@ def _ends_here(text: str, at: int, tags: XmlTags, types: _Types, *, is_ended: bo
     others: tuple[str, ...] = ()
     if tags.padding and text.startswith(tags.padding, at - len(tags.padding)) and at:
         if text.startswith(tags.parameter, at):
-            name, closing, _ = text[(begin := at + len(tags.parameter)) : begin + _MAX_NAME + 1].partition(tags.key_end)
-            return types.has_parameter(name) if closing else None if len(name) <= _MAX_NAME else False
+            name, closing, _ = text[(begin := at + len(tags.parameter)) : begin + MAX_NAME + 1].partition(tags.key_end)
+            return types.has_parameter(name) if closing else None if len(name) <= MAX_NAME else False
         if text.startswith(tags.call_end, at):
             following = text[(begin := at + len(tags.call_end)) : begin + _MAX_LOOK]
             return _is_followed(following, (*tags.block_ends, tags.call), is_ended=is_ended)

@@ -107,7 +107,7 @@ class Tokenizer:
             config = read_object(model_dir / "config.json", missing_ok=True)
             text = config.get("text_config")
             text = text if isinstance(text, dict) else {}
-            listed = config.get("eos_token_id", text.get("eos_token_id"))
+            listed = text.get("eos_token_id") if config.get("eos_token_id") is None else config["eos_token_id"]
         return frozenset(token_ids(listed)) | frozenset(self._ids_of("eos_token"))
 
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from core.spec.schema import AutoscaleSpec, Spec
 from core.trace.trace import TraceRequest
 from core.trace.traffic import SeenRequest, Slo
+from core.types.errors import SpecError
 from planner.autoscaler.forecast import (
     answer_lengths,
     begin_of_the_same,
@@ -143,6 +144,8 @@ class SimulatedOutlook:
         trace = [replace(request, arrival_s=request.arrival_s / load) for request in self._trace]
         fleet.run([*self._waiting, *trace])
         judged = [flight for flight in fleet.flights if flight.request.number >= 0 and flight.ended_at]
+        if not judged:
+            raise SpecError(f"no recent prompt fits a KV pool of {fleets.setup.kv_tokens} tokens")
         judged.sort(key=lambda flight: (flight.request.arrival_s, flight.ended_at))
         ttft = np.array([flight.ttft_s for flight in judged])
         itl = np.array([flight.mean_itl_s for flight in judged])

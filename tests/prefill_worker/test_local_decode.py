@@ -80,6 +80,14 @@ def test_local_decode_streams_its_answer_and_frees_everything(rank: RankOfOne) -
     assert (worker.num_requests, rank.num_held) == (0, 0) and not worker.status().HasField("local_decodes")
 
 
+def test_choices_of_a_local_decode_have_separate_streams(rank: RankOfOne) -> None:
+    worker = _worker(rank)
+    LocalRequest(rank, _PROMPT, stream=1, n=2).submit(worker)
+    output = _run(worker)
+    assert sorted(output) == [1, 2] and output[1] == output[2] == _alone(rank, _PROMPT, max_tokens=5)
+    assert rank.num_held == 0
+
+
 def test_prompts_are_shipped_beside_local_decodes(rank: RankOfOne) -> None:
     worker, listener, handoff, output = _worker(rank), FakeListener(), rank.handoff(18), dict[int, list[int]]()
     local_decodes = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,11 +14,12 @@ import pytest
 from redis.asyncio import Redis
 
 from cluster.control.placement import Node
-from cluster.launch.preflight import check_endpoint_ports, check_index, check_model, check_network
+from cluster.launch.preflight import check_endpoint_ports, check_index, check_model, check_network, check_ports
 from core.index import membership, redis_server
 from core.index.membership import Membership
 from core.process.ports import free_port
 from core.spec.loader import parse_spec
+from core.spec.schema import RouterSpec
 from core.types.errors import DeployError, SpecError
 from tests.core.model.test_config import write, write_no_weights
 from tests.support.members import make_member
@@ -185,3 +187,11 @@ def test_used_port_is_found_on_every_host() -> None:
     with pytest.raises(DeployError, match=re.escape("HTTP port 8000 on 10.0.0.2 is in use; choose another with")):
         check_endpoint_ports(spec.router, ["10.0.0.1", "10.0.0.2"], look)
     assert looks == [50051, 8000]
+
+
+def test_used_ports_are_found_before_start() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        http = taken.getsockname()[1]
+        error = f"HTTP port {http} on 127.0.0.1 is in use; choose another with --http-port"
+        with pytest.raises(DeployError, match=error):
+            check_ports(RouterSpec(grpc_port=free_port(), http_port=http), "127.0.0.1")

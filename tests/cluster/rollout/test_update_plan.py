@@ -96,6 +96,11 @@ class _World:
         self.replicas[role, revision] = ["draining"] * draining + staying[surplus:] + ["pending"] * missing
 
 
+@pytest.mark.parametrize(("replicas", "surge"), [(1, 1), (3, 1), (4, 1), (7, 1), (8, 2), (16, 4)])
+def test_surge_is_a_quarter(replicas: int, surge: int) -> None:
+    assert surge_of(replicas) == surge
+
+
 _SIZES = st.integers(1, 5)
 
 

@@ -138,6 +138,18 @@ def test_schemas_of_generators_are_read(
     assert accepts(compiled, character_ids(right)) and not accepts(compiled, character_ids(wrong))
 
 
+@pytest.mark.parametrize("additional", [False, {"type": "integer"}])
+def test_properties_by_pattern_stay_allowed_without_the_pattern(compiler: GrammarCompiler, additional: Any) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"x": {"type": "string", "pattern": "("}},
+        "patternProperties": {"^S_": {"type": "string"}},
+        "additionalProperties": additional,
+    }
+    compiled = _compile(compiler, schema, GrammarKind.LENIENT_JSON_SCHEMA)
+    assert accepts(compiled, character_ids('{"S_x": "1"}'))
+
+
 @pytest.mark.parametrize("pattern", ["([", "^{.*}$", r"^\cA$", "^[a--b]$", "^(?>a)$"])
 def test_pattern_of_another_dialect_is_ignored_in_a_lenient_schema(compiler: GrammarCompiler, pattern: str) -> None:
     properties = {"a": {"type": "string", "pattern": pattern}, "b": {"type": "null"}}

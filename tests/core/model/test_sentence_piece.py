@@ -101,6 +101,33 @@ def test_names_and_absence_of_special_tokens(tmp_path: Path) -> None:
     write(tmp_path, trainer={41: (1 << 64) - 1, 47: "<tool>"})
     ours = Tokenizer(tmp_path)
     assert ours.encode("ban")[0] != 1 and ours.eos_token_ids == ours.ids_of(["<tool>"])
+    write(tmp_path, trainer={46: "<bos>"})  # not a piece
+    assert Tokenizer(tmp_path).encode("ban")[0] != 1
+
+
+def test_text_of_a_byte_piece_stays_text(tmp_path: Path) -> None:
+    """Vocabularies may have all parts of the name of a byte."""
+    pieces = [("<unk>", 0.0, 2), ("<0x0A>", 0.0, 6), ("▁", -1.0, 1), ("<0x0", -2.0, 1), ("A>", -3.0, 1)]
+    pieces += [(character, -9.0, 1) for character in "<0xA>"] + [("<0", -4.0, 1), ("x0", -5.0, 1)]
+    parts: list[tuple[int, Any]] = [(1, _message([*enumerate(piece, 1)])) for piece in pieces]
+    parts += [
+        (2, _message([*(_TRAINER | {41: (1 << 64) - 1, 42: (1 << 64) - 1}).items()])),
+        (3, _message([*_NORMALIZER.items()])),
+    ]
+    (tmp_path / "tokenizer.model").write_bytes(_message(parts))
+    tokens = read_sentence_piece(tmp_path / "tokenizer.model", {"add_prefix_space": False}).encode("<0x0A>").tokens
+    assert tokens == ["<0x0", "A>"]
+
+
+def test_unreadable_file_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path)
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(SpecError, match=r"tokenizer\.model: Permission denied"):
+        open_tokenizer(tmp_path)
+
+
+def refuse(*_: object) -> None:
+    raise PermissionError(13, "Permission denied")
 
 
 @pytest.mark.parametrize(

@@ -110,12 +110,16 @@ def test_index_urls(url: str) -> None:
     [
         ("decode: {replicas: 2}\nprefill: {replicas: 1}\ndecode: {tensor_parallel: 2}\n", "decode"),
         ("decode: {replicas: 2, replicas: 3}\n", "replicas"),
+        ("index: redis://:hidden@h:1\nindex: redis://:hidden@h:2\n", "index"),
     ],
 )
 def test_key_written_twice_is_rejected(text: str, key: str, tmp_path: Path) -> None:
     (tmp_path / "spec.yaml").write_text(text)
-    with pytest.raises(SpecError, match=f"{key} is written twice"):
+    with pytest.raises(SpecError, match=f"{key} is written twice, again in line [123]") as caught:
         load_spec(str(tmp_path / "spec.yaml"))
+    assert "hidden" not in str(caught.value)
+    with pytest.raises(SpecError, match="not readable as YAML"):
+        load_spec("1P1D", overrides=["decode={replicas: 2, replicas: 3}"])
 
 
 def test_merged_keys_may_be_overridden(tmp_path: Path) -> None:

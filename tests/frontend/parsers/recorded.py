@@ -101,6 +101,8 @@ _ANSWERS: dict[str, list[tuple[Any, ...]]] = {
          '{"name": "get_weather", "parameters": {"city": "Paris", "days": 3}}', (_NOW, _PARIS)),
         ('{"name": "now", "parameters": {}}\n{"name": "get_weather", "parameters": {"city": "Paris", "days": 3}}',
          (_NOW, _PARIS)),
+        ('{"name": "now", "parameters": {}}\n{"name": "unknown"}', (_NOW,), '\n{"name": "unknown"}'),
+        ('{"name": "now", "parameters": {}}; {not json', (_NOW,), "; {not json"),
         ('{"answer": 42, "name": "now"}', (), "="),
         ('<|python_tag|>brave_search.call(query="x")', (), "="),
         ("Call {} now.", (), "="),

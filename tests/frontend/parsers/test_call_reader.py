@@ -338,6 +338,7 @@ COSTLY: dict[str, tuple[str, int, Callable[[int], list[str]]]] = {
     "and space behind them": ("qwen3_coder", 2000, lambda n: ["<function=f><parameter=b></parameter>", *" " * n]),
     "values without an end": ("glm45", 2000, lambda n: ["<tool_call>f<arg_key>a</arg_key><arg_value>1" * n]),
     "calls that are none": ("kimi_k2", 2000, lambda n: ["<|tool_calls_section_begin|><|tool_call_begin|>" * n]),
+    "space behind a comma": ("hermes", 2000, lambda n: [_BEGUN, "1,", *" " * n]),
     "a call by its characters": ("hermes", 2000, lambda n: ['<tool_call>{"type": "', *"a" * n]),
 }
 

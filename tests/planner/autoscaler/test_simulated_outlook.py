@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from core.trace.traffic import SeenRequest, Slo
+from core.types.errors import SpecError
 from planner.autoscaler.pool_sizes import PoolSizes
 from planner.autoscaler.simulated_outlook import Fleets, SimulatedOutlook
 from planner.simulator.profile import FleetSetup, load_profile
@@ -39,6 +42,11 @@ def test_a_slowly_growing_queue_is_detected_early() -> None:
     now = outlook.predict(PoolSizes(1, 1))
     assert now.good_share == 1.0 and now.expected_share < 0.9
     assert outlook.predict(PoolSizes(2, 1)).expected_share == 1.0
+
+
+def test_load_of_prompts_beyond_every_pool_is_an_error() -> None:
+    with pytest.raises(SpecError, match="no recent prompt fits a KV pool of 65536 tokens"):
+        _outlook(num_tokens=70_000, every_s=3.35).predict(PoolSizes(1, 1))
 
 
 def test_a_few_long_prompts_do_not_count_as_queue_growth() -> None:
