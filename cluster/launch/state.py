@@ -27,14 +27,14 @@ _RAY_HINT = "; for the Ray that runs on this host, use `cluster --address auto â
 
 
 @dataclass(frozen=True)
-class Command:
+class DeployProcess:
     """Process of a running `cluster deploy`."""
 
     pid: int
     start_time: int | None
 
     @classmethod
-    def current(cls) -> Command:
+    def current(cls) -> DeployProcess:
         return cls(os.getpid(), processes.start_time(os.getpid()))
 
     @property
@@ -69,7 +69,7 @@ class State:
     endpoints: str = ""
     # Served model name; empty: unknown, for a partial deployment.
     model: str = ""
-    deploying: Command | None = None  # None once deployed
+    deploying: DeployProcess | None = None  # None once deployed
 
     @property
     def joined_ray(self) -> LocalRay | None:
@@ -78,7 +78,7 @@ class State:
 
     @property
     def is_interrupted(self) -> bool:
-        """True if the command that was deploying it is gone."""
+        """True if the `cluster deploy` that was deploying it is gone."""
         return self.deploying is not None and not self.deploying.is_running
 
 
