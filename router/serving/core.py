@@ -23,7 +23,7 @@ from router.generation import Arrived, Generation
 from router.routing.chooser import Chooser, Culprit
 from router.routing.decisions import Decisions
 from router.routing.revisions import Revisions
-from router.serving.admission_waits import Admission
+from router.serving.admission_waits import PairAdmission
 from router.serving.attempt import Attempt
 from router.serving.backup import Backup
 from router.serving.decode_streams import DecodeStreams
@@ -78,7 +78,7 @@ class RouterCore:
             revisions=self.revisions,
             decisions=self.decisions,
         )
-        self.admission = Admission(
+        self.admission = PairAdmission(
             self.reservations, queue_s=queue_s, max_waiting=max_waiting, tenant_share=tenant_share, metrics=metrics
         )
         self.vocab_size = vocab_size
