@@ -1,6 +1,6 @@
 """Inputs and outputs of a routing decision, and the load of each replica. Pure; the simulator uses them, too.
 
-Requests wait in the router, not on a replica. The router keeps their order by priority and tenant, and sends each to
+Requests wait in the router, not on a replica. The router orders them by tenant, user and priority, and sends each to
 the replica that has room first. While a request runs, its predicted blocks stay reserved for it.
 """
 
@@ -42,7 +42,8 @@ class CandidateReplica:
     is_learnt: bool = True  # `timing` comes from the replica's own steps, not from others or defaults
     max_batch_tokens: int  # token limit of a step; longer prompts take several steps
     link_bytes_per_s: float  # rate of outgoing KV
-    held_tokens: int = 0  # prefix tokens on the device, with or without a state at their end; 0: as cached_tokens
+    # Prefix tokens on the device, including blocks without a checkpoint to continue from; 0: same as cached_tokens.
+    held_tokens: int = 0
     restore_bytes_per_s: float = 0.0  # rate from lower tiers to the device; 0: no lower tiers
     tokens_per_row: float = 1.0  # tokens that a step yields per sequence; above 1 with drafts
     drafted_per_row: float = 0.0  # draft tokens that a step computes per sequence
@@ -69,7 +70,7 @@ class Option:
 
     prefill: str | None  # None: the decode replica computes the prompt itself
     decode: str
-    wait_s: float = 0.0  # wait for room on the decode replica, for this request and those queued with it
+    wait_s: float = 0.0  # wait for room on the decode replica, including that of the other queued requests
     queue_s: float = 0.0  # queue of the replica that computes the prompt
     fetch_from: str | None = None  # source of missing blocks: a peer, or the replica itself for its lower tier
     fetch_tokens: int = 0  # prefix tokens present after the fetch
@@ -126,7 +127,7 @@ class ReplicaLoad:
     drafted_per_row: float = 0.0  # draft tokens that a step computes per sequence
     num_reported_local_decodes: int = 0  # choices that a prefill replica decodes itself, in the last report
     num_waiting_local_decodes: int = 0
-    local_decode_blocks: int = 0  # blocks that these choices hold
+    local_decode_blocks: int = 0  # blocks that local decodes hold
 
     @property
     def replica(self) -> str:

@@ -107,9 +107,9 @@ class RequestState:
     def _log_pause(self, choice: int, pause_s: float) -> None:
         route, num_tokens = self.route, len(self.request.token_ids) + len(self.tokens[choice])
         logger.info(
-            "resumed request=%s choice=%d pause_ms=%.0f prefill=%s decode=%s tokens=%d cached=%d pulled=%d attempts=%d",
-            self.request.id, choice, pause_s * 1e3, route.prefill_replica, route.decode_replica, num_tokens,
-            route.cached_tokens, route.fetched_tokens, route.attempts,
+            "resumed request=%s choice=%d pause_ms=%.0f prefill=%s decode=%s tokens=%d cached=%d fetched=%d "
+            "attempts=%d", self.request.id, choice, pause_s * 1e3, route.prefill_replica, route.decode_replica,
+            num_tokens, route.cached_tokens, route.fetched_tokens, route.attempts,
         )  # fmt: skip
 
 
@@ -321,7 +321,7 @@ class Choices:
             self.finish(choice)
 
     def _is_cut(self, choice: int, num_new: int) -> bool:
-        """Return whether the choice ends after num_new more tokens only because its replica is too small for more."""
+        """Return whether num_new more tokens fill the replica and so end the choice, while another could hold more."""
         num_tokens, num_generated = self._lengths(choice, num_new)
         return num_generated < self._state.request.sampling.max_tokens and self._may_hold(num_tokens)
 
