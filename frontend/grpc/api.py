@@ -328,7 +328,7 @@ async def _statuses(context: _Context) -> AsyncIterator[None]:
 
 
 class EndpointHealth(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # gRPC's stubs have no types
-    """Health servicer over one table. Each watcher polls the table, so a slow one delays neither others nor `set`.
+    """Health servicer. Each watcher reads the statuses for itself, so a slow one delays neither others nor `set`.
     Bound to the endpoint's event loop."""
 
     def __init__(self) -> None:

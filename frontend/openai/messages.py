@@ -236,7 +236,7 @@ class ToolNamed:
 
 @dataclass(frozen=True)
 class ToolsAllowed:
-    """Subset of the tools that the model may call; `required`: that it must call one of."""
+    """Subset of the tools that the model may call; mode `required`: it must call one of them."""
 
     mode: Literal["auto", "required"]
     names: tuple[str, ...]

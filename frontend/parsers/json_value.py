@@ -22,8 +22,8 @@ class JsonValue:
     """One value of RFC 8259: a pushdown automaton."""
 
     def __init__(self, *, is_repaired: bool = False) -> None:
-        """is_repaired: accept frequent mistakes of models, and collect the corrections in `repairs`: control characters
-        and unknown escapes in strings, a comma before a closing bracket, True, False and None."""
+        """is_repaired: accept frequent mistakes of models: control characters and unknown escapes in strings, a comma
+        before a closing bracket, True, False and None. `repairs` collects their corrections."""
         self.is_done = False
         self.is_bad = False
         self.repairs: list[tuple[int, str]] = []  # index in the last text, replacement for its character
