@@ -48,27 +48,18 @@ class State:
 
     name: str
     ray_address: str
-    # Local Ray started for this deployment.
-    local_ray: LocalRay | None = None
-    # Local Ray of the deployment whose endpoints this one uses.
-    lent_ray: LocalRay | None = None
-    # Id of its name lock on that Ray; empty: it holds none.
-    claim: str = ""
-    # Ray Serve was started for it.
-    owns_serve: bool = False
-    # "host:port", or several, separated by commas.
-    grpc: str = ""
-    http: str = ""  # "http://host:port", likewise
+    local_ray: LocalRay | None = None  # local Ray started for this deployment
+    lent_ray: LocalRay | None = None  # local Ray of the deployment whose endpoints this one uses
+    claim: str = ""  # id of the deployment's name lock on Ray at ray_address; empty: none
+    owns_serve: bool = False  # Ray Serve was started for this deployment
+    grpc: str = ""  # "host:port", or several, separated by commas
+    http: str = ""  # "http://host:port", or several, as `grpc`
     # "host:port" of every admin port that a router may use on its own node.
     admin: tuple[str, ...] = ()
-    # Clients need an API key.
-    needs_keys: bool = False
-    # File with the TLS certificate of the endpoints.
-    certificate: str | None = None
-    # Deployment whose endpoints it uses; empty: its own.
-    endpoints: str = ""
-    # Served model name; empty: unknown, for a partial deployment.
-    model: str = ""
+    needs_keys: bool = False  # clients need an API key
+    certificate: str | None = None  # file with the TLS certificate of the endpoints
+    endpoints: str = ""  # name of the deployment whose endpoints this one uses; empty: its own
+    model: str = ""  # served model name; empty: unknown, for a partial deployment
     deploying: DeployProcess | None = None  # None once deployed
 
     @property

@@ -178,7 +178,7 @@ class MessageDraft:
     """Message under construction, from parts of another API's messages."""
 
     role: str
-    path: str  # its name in the client's body
+    path: str  # of the message, in the client's body
     parts: list[ContentPart] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)
     calls: list[CallInHistory] = field(default_factory=list)

@@ -34,8 +34,8 @@ class OutgoingTransfer(Generic[T]):
     ranks: set[int]  # own ranks still sending
     blocks: list[int]
     state_slots: list[int]  # one, if the model has recurrent layers
-    parts: HeldParts = field(default_factory=HeldParts)  # of the blocks that it reads in layers with a window
-    error: TransferError | None = None  # set once it fails
+    parts: HeldParts = field(default_factory=HeldParts)  # parts of `blocks` to read in layers with a window
+    error: TransferError | None = None  # set once the transfer fails
     done: list[Shipment] = field(default_factory=list)
 
     @property

@@ -26,7 +26,7 @@ class Shipment:
     epoch: int
     wire_bytes: int  # payloads and announcements
     seconds: float  # from `begin` on this rank to the last acknowledgement, including overlapped computation
-    link_s: float  # busy time of its busiest link: packing, and waiting for the wire
+    link_s: float  # busy time of the rank's busiest link: packing, and waiting for the wire
     error: TransferError | None = None  # None: landed
 
 

@@ -271,7 +271,7 @@ class AdmissionQueue:
     def _is_full_for(self, queued: QueuedRequest) -> bool:
         """Return whether the queue is full for this request.
 
-        A user may fill half of the places that the others leave, a tenant three quarters.
+        A user may fill half of the queue that other users leave free, a tenant three quarters of what tenants leave.
         """
         queue, limit = self._queue_of(queued), self._max_waiting
         of_tenant = queue.num_waiting_of(queued.tenant)
@@ -304,7 +304,7 @@ class _Tenant:
     """State of a tenant with waiting requests."""
 
     def __init__(self, hold_s: float) -> None:
-        self.turns = _Turns(hold_s)  # on while its first request exceeds its share
+        self.turns = _Turns(hold_s)  # on while the tenant's first request exceeds the tenant's share
         self.rate = _DrainRate()
 
 

@@ -26,7 +26,7 @@ _DEFAULT_HOST_BYTES_PER_S = 4e9  # host memory to device
 _DEFAULT_DISK_BYTES_PER_S = 5e8
 
 
-# Not frozen: a decision makes hundreds of these, and a frozen dataclass sets each field by a call.
+# Not frozen: a decision makes hundreds of candidates, and a frozen dataclass sets each field by a call.
 @dataclass(kw_only=True, slots=True)
 class CandidateReplica:
     """State of one replica with respect to one prompt."""
@@ -134,7 +134,7 @@ class ReplicaLoad:
         return self.member.replica
 
     def has_room_to_decode(self, *, num_blocks: int, num_streams: int) -> bool:
-        """Return whether the replica would run these streams at once.
+        """Return whether the replica would at once run `num_streams` more streams with `num_blocks` blocks.
 
         An idle replica always has room; `Reservations.check_fit` rejects requests that never fit.
         """
@@ -143,7 +143,7 @@ class ReplicaLoad:
         return num_blocks <= self.free_blocks and num_streams <= self.free_streams and not self.num_waiting
 
     def has_room_for_local_decode(self, *, num_blocks: int, num_streams: int) -> bool:
-        """Return whether a prefill replica would decode these streams itself at once."""
+        """Return whether a prefill replica would at once decode `num_streams` more streams itself."""
         return (
             num_streams <= self.free_local_decodes
             and num_blocks <= self.free_local_decode_blocks

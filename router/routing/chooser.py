@@ -99,7 +99,7 @@ class Chooser:
         avoid: Set[Culprit] = NO_CULPRITS,
         prefill_needs_room: bool = False,
     ) -> Decision | None:
-        """Return the cheapest decision over all pairs of these replicas; None if there is none.
+        """Return the cheapest decision over all pairs of `prefills` and `decodes`; None if there is none.
 
         prefill_needs_room: never pick a prefill replica with more than a second of work queued.
         """
@@ -252,7 +252,7 @@ def with_room_for_local_decode(prefills: Sequence[ReplicaLoad], need: Need) -> l
 
 
 def decode_wait_s(decodes: Sequence[CandidateReplica], *, num_tokens: int, answer_tokens: int, num_ends: int) -> float:
-    """Predict the seconds until `num_ends` streams have ended on these full replicas; an hour if they run none.
+    """Predict the seconds until `num_ends` streams have ended on `decodes`, all full; an hour if they run none.
 
     num_tokens: context length of a stream. answer_tokens: mean length of answers; running ones are taken to be spread
     evenly over it.

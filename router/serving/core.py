@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 # can crash; progress since the last failure resets the count.
 _MAX_FRUITLESS = 5
 _PROGRESS = 8  # tokens
-_BACKOFF_S, _BACKOFF_GROWTH = 0.02, 4  # per fruitless attempt; five of these waits outlast a fault of a few seconds
+_BACKOFF_S, _BACKOFF_GROWTH = 0.02, 4  # per fruitless attempt; five waits outlast a fault of a few seconds
 _BLAME_S = 10.0  # time for which the request avoids a replica or link that failed
 _MAX_TROUBLE = 200  # characters kept of an attempt's error
 _NO_FAULT = (RequestError, CapacityError, DeadlineExceeded, ClientTooSlow, GrammarNotFollowed, NoTokenAllowed)
@@ -117,7 +117,7 @@ class Relay:
         self._attempts: dict[int, Attempt] = {}  # current attempt of each choice
         self._failed: dict[Culprit, float] = {}  # time of the last failure
         self._now = asyncio.get_running_loop().time
-        self._revision: int | None = None  # revision that served it last; None while there is only one
+        self._revision: int | None = None  # last revision that served the request; None while there is only one
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Generation:
@@ -164,7 +164,7 @@ class Relay:
             state.responses.end()
 
     async def _serve(self, choices: tuple[int, ...], pair: Pair | None = None) -> None:
-        """Serve these choices to their end. After a failure, choices with tokens continue separately.
+        """Serve `choices` to their end. After a failure, choices with tokens continue separately.
 
         pair: replicas for the first attempt, if already chosen.
         """

@@ -130,7 +130,7 @@ class DeferredEntries:
         )
 
     def forget(self, slots: Iterable[int]) -> None:
-        """Discard the deferred tokens of these slots, which belong to the slots' previous owner."""
+        """Discard the deferred tokens of `slots`, which belong to the slots' previous owner."""
         for slot in slots:
             self._deferred.pop(slot, None)
 
@@ -149,5 +149,5 @@ class DeferredEntries:
 
 
 def side_by_side(aux_hidden_states: AuxHiddenStates, layers: tuple[int, ...]) -> Tensor:
-    """Return the hidden states of these layers concatenated, (N, W); a copy."""
+    """Return the hidden states of `layers` concatenated, (N, W); a copy."""
     return torch.cat([aux_hidden_states[layer] for layer in layers], dim=-1)
