@@ -49,7 +49,7 @@ class LiveRequest:
     listener: RequestListener
     # By stream key (SequenceRequest.stream); empty until the prompt's KV is complete.
     choices: dict[int, Sequence] = field(default_factory=dict)
-    unwanted: set[int] = field(default_factory=set)  # stopped streams, possibly stopped before they started
+    unwanted: set[int] = field(default_factory=set)  # streams that the router stopped, started or not
 
 
 class Answers:

@@ -170,7 +170,7 @@ class InferenceServicer(pb_grpc.InferenceServicer):
 
     @asynccontextmanager
     async def entered(self, context: _Context) -> AsyncIterator[None]:
-        """Hold the key's reservation of a call, from before its message is read until its end."""
+        """Hold the key's slot and tokens for a call, from before the message is read until the call ends."""
         async with AsyncExitStack() as stack:
             async with _statuses(context):
                 client = self._client(context)

@@ -102,7 +102,7 @@ class JsonValue:
         return self._one(text, at, {":": "value"})
 
     def _in_after(self, text: str, at: int) -> int:
-        """Read what follows a value inside another one."""
+        """Read the comma or bracket that follows a value inside an object or array."""
         at = _after_space(text, at)
         is_object = self._open[-1] == "{"
         if text[at : at + 1] == ("}" if is_object else "]"):

@@ -259,7 +259,7 @@ class StoredTurn(msgspec.Struct):
 
     @property
     def items(self) -> list[Raw]:
-        """Items of its input, then of its output."""
+        """Items of the response's input, then of its output."""
         return [*self.input, *msgspec.json.decode(self.response, type=_Output).output]
 
 

@@ -76,7 +76,7 @@ def fewer(sizes: PoolSizes, limits: ScaleLimits, demand: Demand, *, load: float)
 
 
 def _near(best: Prediction, limits: ScaleLimits, attainment: float) -> list[PoolSizes]:
-    """Return the sizes one step from the best: smaller if it is enough, else larger, else with another split."""
+    """Return the sizes one step from `best`: smaller if `best` is enough, else larger, else with another split."""
     x, y = best.sizes
     if best.expected_share >= attainment:
         steps = [PoolSizes(x - 1, y), PoolSizes(x, y - 1)]

@@ -197,7 +197,7 @@ class Relay:
         return {culprit for culprit, at in self._failed.items() if self._now() < at + _BLAME_S}
 
     async def _attempt(self, choices: tuple[int, ...], pair: Pair | None) -> None:
-        """Make one attempt. If it fails, record what did not answer."""
+        """Make one attempt. If it fails, record the replicas and links to blame."""
         state = self._state
         state.route.attempts += 1
         if state.num_tokens(choices):

@@ -223,7 +223,7 @@ class DecodeStreams:
 
 
 class ChoiceMove:
-    """Migration of one choice from `source` to `target`. Unless `run` succeeds, the target is left clean."""
+    """Migration of one choice from `source` to `target`. Unless `run` succeeds, the target keeps nothing of it."""
 
     def __init__(self, source: DecodeStream, target: DecodeStream) -> None:
         self.lease: Lease | None = None  # lease on the target

@@ -69,7 +69,7 @@ class RequestState:
         return self.responses.num_waiting > self._max_unread
 
     def lost(self, choices: Sequence[int]) -> None:
-        """Record that the attempt of these choices has failed."""
+        """Record that the attempt of `choices` has failed."""
         self._lost_at = {choice: self._now() for choice in choices if self.tokens[choice]} | self._lost_at
 
     def num_tokens(self, choices: Sequence[int]) -> int:
@@ -94,7 +94,7 @@ class RequestState:
             raise DeadlineExceeded(f"request {self.request.id}: not finished within {deadline_s:g} s")
 
     def continuation(self, choices: Sequence[int], *, stream: int = 0) -> SequenceRequest:
-        """Return the request that continues these choices: one with its tokens so far, or several without tokens."""
+        """Return the request that continues `choices`: one choice with its tokens so far, or several without tokens."""
         return replace(
             self.request,
             token_ids=self.request.token_ids + tuple(self.tokens[choices[0]]),
