@@ -155,6 +155,6 @@ class OutgoingTransfers(Generic[T]):
 
 
 def parts_of_handoff(handoff: Handoff, windows: WindowManager) -> int:
-    """Return the maximum number of parts that a transfer of this handoff holds; it reserves them when it begins."""
+    """Return the maximum number of parts that a transfer of `handoff` holds, and reserves when it begins."""
     num_more = -(-(handoff.max_tokens - handoff.num_tokens) // windows.block_size)
     return windows.num_for(handoff.num_tokens) + num_more

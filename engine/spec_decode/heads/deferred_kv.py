@@ -28,7 +28,7 @@ class Entries:
 
     token_ids_N: Tensor  # on the device
     positions_N: Ints
-    slots_N: Ints  # of their KV
+    slots_N: Ints  # KV slot of each token
     before_N: Ints  # slot of the position before each token's; UNKNOWN if there is none
     hidden_NW: Tensor  # the model's auxiliary hidden states, side by side
 
