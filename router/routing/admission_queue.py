@@ -271,7 +271,8 @@ class AdmissionQueue:
     def _is_full_for(self, queued: QueuedRequest) -> bool:
         """Return whether the queue is full for this request.
 
-        A user may fill half of the queue that other users leave free, a tenant three quarters of what tenants leave.
+        A user may fill half of the queue slots that other users leave free, a tenant three quarters of those that other
+        tenants leave free.
         """
         queue, limit = self._queue_of(queued), self._max_waiting
         of_tenant = queue.num_waiting_of(queued.tenant)
