@@ -12,7 +12,7 @@ from core.types.request import SampledToken
 from engine.kv.block_manager import BlockManager
 from engine.kv.window_manager import WindowManager
 from engine.sampling.params import Chosen, Sampler
-from engine.scheduler.admission_rules import Admission, AdmitOnDemand, AdmitWithRoomToGrow
+from engine.scheduler.admission_rules import AdmissionPolicy, AdmitOnDemand, AdmitWithRoomToGrow
 from engine.scheduler.async_steps import device_tokens_of, expect, may_be_followed
 from engine.scheduler.decoding import Decoding
 from engine.scheduler.jump_forward import append_forced
@@ -82,7 +82,7 @@ class Engine(Generic[Logits]):
             max_choices=config.max_local_decodes,
             max_blocks=config.max_local_decode_blocks,
         )
-        self._admission: Admission = (
+        self._admission: AdmissionPolicy = (
             AdmitWithRoomToGrow(blocks, self.prompts, self.decoding, max_running=config.max_running)
             if config.decodes
             else AdmitOnDemand(blocks, self.prompts, self.local_decodes, max_running=config.max_running)
@@ -104,8 +104,8 @@ class Engine(Generic[Logits]):
         )
         self._is_async = is_async
         self._under_way: ScheduledStep | None = None  # launched, not completed
-        # Sequences whose state must not run ahead of their tokens. While one of them runs, no step is launched behind
-        # another.
+        # Sequences with recurrent state in a migration (worker.migrations). No step is launched ahead while one of them
+        # runs.
         self.in_step: set[Sequence] = set()
 
     # Steps.

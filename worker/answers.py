@@ -26,8 +26,8 @@ class RequestListener(Protocol):
     def reserved(self, handoff: Handoff | None, opening: Opening | None, num_cached: int) -> None:
         """Report that blocks are reserved.
 
-        The other ranks must open the handoff, if any, before it is sent to a peer. Called once with a handoff. Without
-        one, it is called again if a prefix fetch fails and the cached prefix is looked up again.
+        The other ranks must open the handoff, if any, before it is sent to a peer. With a handoff, called once. Without
+        one, called again after a failed prefix fetch, with the prefix cached by then.
         """
         ...
 
@@ -47,8 +47,9 @@ class LiveRequest:
     prompt: Prompt
     router: str
     listener: RequestListener
-    choices: dict[int, Sequence] = field(default_factory=dict)  # by stream; empty until the prompt's KV is complete
-    unwanted: set[int] = field(default_factory=set)  # stopped streams, possibly stopped before they started
+    # By stream key (SequenceRequest.stream); empty until the prompt's KV is complete.
+    choices: dict[int, Sequence] = field(default_factory=dict)
+    unwanted: set[int] = field(default_factory=set)  # streams that the router stopped, started or not
 
 
 class Answers:
@@ -90,6 +91,7 @@ class Answers:
         return next((r.choices[stream] for r in self._of(router) if stream in r.choices), None)
 
     def stop_streams(self, router: str, streams: Iterable[int]) -> None:
+        """Stop the router's choices with these stream keys."""
         streams = set(streams)
         for request in self._of(router):
             request.unwanted |= streams  # the request may not have started yet

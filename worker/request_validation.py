@@ -57,8 +57,8 @@ def prefix_source_of(message: pb.PrefillRequest | pb.GenerateRequest) -> PrefixS
     if not message.HasField("prefix_source"):
         return None
     prefix_source = from_message(PrefixSource, message.prefix_source)
-    check_name(prefix_source.replica, "holder.replica")
-    check_address(prefix_source.address, "holder.address")
+    check_name(prefix_source.replica, "prefix_source.replica")
+    check_address(prefix_source.address, "prefix_source.address")
     return prefix_source
 
 

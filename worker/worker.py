@@ -76,7 +76,7 @@ class Worker(KVConnector, ABC):
         speculation: Speculation | None = None,
         corpus: Corpus | None = None,
     ) -> None:
-        """speculation: None to draft nothing. corpus: finished answers that it drafts from, if any."""
+        """speculation: None to draft nothing. corpus: finished answers to draft from, if any."""
         block_size = parts.gang.runner.layout.block_size
         self.totals = pb.Totals()
         self.pace = Pace(DeviceEvent if parts.gang.runner.device.type == "cuda" else HostEvent)

@@ -115,7 +115,7 @@ def access_to(state: State | None, api_key: str | None) -> EndpointAccess:
 
 
 def ask_routers_of(name: str | None, admin: str | None, path: str) -> list[AdminAnswer]:
-    """GET `path` from the admin port `admin`; None: from each router's.
+    """GET `path` from the admin port at `admin`; if None, from every router of deployment `name` (None: the only one).
 
     Returns at least one response, else raises ClusterError.
     """

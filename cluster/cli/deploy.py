@@ -125,11 +125,11 @@ def down(
     print(f"{state.name}{with_ray} is down after {time.monotonic() - begin:.1f} s")
 
 
-def _interrupt(command: states.Command) -> None:
+def _interrupt(process: states.DeployProcess) -> None:
     """Make a running `cluster deploy` clean up and end, as on Ctrl-C."""
-    os.kill(command.pid, signal.SIGTERM)
+    os.kill(process.pid, signal.SIGTERM)
     deadline = time.monotonic() + _INTERRUPT_S
-    while command.is_running:
+    while process.is_running:
         if time.monotonic() > deadline:
-            raise DeployError(f"`cluster deploy` (pid {command.pid}) did not end within {_INTERRUPT_S:g} s")
+            raise DeployError(f"`cluster deploy` (pid {process.pid}) did not end within {_INTERRUPT_S:g} s")
         time.sleep(0.1)

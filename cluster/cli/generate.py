@@ -184,9 +184,9 @@ def _stdin() -> str:
 
 
 def _utf8(source: str, text: str) -> str:
-    """Return the text as UTF-8. Raises SpecError if it is not UTF-8.
+    """Return the text with surrogates decoded as UTF-8. Raises SpecError if they are not UTF-8.
 
-    Python turns bytes that the locale cannot decode into surrogates: with LC_ALL=C, all but ASCII.
+    Python turns bytes that the locale cannot decode into surrogates: with LC_ALL=C, all bytes that are not ASCII.
     """
     try:
         has_surrogates = any("\ud800" <= one <= "\udfff" for one in text)

@@ -23,7 +23,7 @@ from cluster.launch import attached_endpoints, host_checks, local_ray, operator_
 from cluster.launch import state as states
 from cluster.launch.audit_log import user_name
 from cluster.launch.endpoints import LOOPBACK, Endpoints, keys_of, plan_endpoints, with_endpoints
-from cluster.launch.state import Command, State
+from cluster.launch.state import DeployProcess, State
 from cluster.ray import name_lock
 from cluster.ray.name_lock import NameLock
 from core.identity.deployment_secrets import DeploymentSecrets
@@ -60,7 +60,7 @@ def deploy(
     with states.reserve(spec.name):
         place = _check(spec, address, wait_for_nodes=wait_for_nodes, say=reporter.say)
         claim = NameLock.new(user_name())
-        state = replace(place.state, claim=claim.id, deploying=Command.current())
+        state = replace(place.state, claim=claim.id, deploying=DeployProcess.current())
         states.save(state)
     clear_logs(str(states.log_dir(spec.name)))
     watch.lap("checks")

@@ -23,7 +23,7 @@ class Endpoints:
 
     # "host:port" of every node that may run a router, separated by commas.
     grpc: str
-    http: str  # "http://host:port", likewise
+    http: str  # "http://host:port", or several, as `grpc`
     # Listen address of the routers; None: the address of each router's node.
     host: str | None
     # First listen address that is not on loopback; empty if there is none.

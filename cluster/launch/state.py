@@ -27,14 +27,14 @@ _RAY_HINT = "; for the Ray that runs on this host, use `cluster --address auto â
 
 
 @dataclass(frozen=True)
-class Command:
+class DeployProcess:
     """Process of a running `cluster deploy`."""
 
     pid: int
     start_time: int | None
 
     @classmethod
-    def current(cls) -> Command:
+    def current(cls) -> DeployProcess:
         return cls(os.getpid(), processes.start_time(os.getpid()))
 
     @property
@@ -48,28 +48,19 @@ class State:
 
     name: str
     ray_address: str
-    # Local Ray started for this deployment.
-    local_ray: LocalRay | None = None
-    # Local Ray of the deployment whose endpoints this one uses.
-    lent_ray: LocalRay | None = None
-    # Id of its name lock on that Ray; empty: it holds none.
-    claim: str = ""
-    # Ray Serve was started for it.
-    owns_serve: bool = False
-    # "host:port", or several, separated by commas.
-    grpc: str = ""
-    http: str = ""  # "http://host:port", likewise
+    local_ray: LocalRay | None = None  # local Ray started for this deployment
+    lent_ray: LocalRay | None = None  # local Ray of the deployment whose endpoints this one uses
+    claim: str = ""  # id of the deployment's name lock on Ray at ray_address; empty: none
+    owns_serve: bool = False  # Ray Serve was started for this deployment
+    grpc: str = ""  # "host:port", or several, separated by commas
+    http: str = ""  # "http://host:port", or several, as `grpc`
     # "host:port" of every admin port that a router may use on its own node.
     admin: tuple[str, ...] = ()
-    # Clients need an API key.
-    needs_keys: bool = False
-    # File with the TLS certificate of the endpoints.
-    certificate: str | None = None
-    # Deployment whose endpoints it uses; empty: its own.
-    endpoints: str = ""
-    # Served model name; empty: unknown, for a partial deployment.
-    model: str = ""
-    deploying: Command | None = None  # None once deployed
+    needs_keys: bool = False  # clients need an API key
+    certificate: str | None = None  # file with the TLS certificate of the endpoints
+    endpoints: str = ""  # name of the deployment whose endpoints this one uses; empty: its own
+    model: str = ""  # served model name; empty: unknown, for a partial deployment
+    deploying: DeployProcess | None = None  # None once deployed
 
     @property
     def joined_ray(self) -> LocalRay | None:
@@ -78,7 +69,7 @@ class State:
 
     @property
     def is_interrupted(self) -> bool:
-        """True if the command that was deploying it is gone."""
+        """True if the `cluster deploy` that was deploying it is gone."""
         return self.deploying is not None and not self.deploying.is_running
 
 

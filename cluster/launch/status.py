@@ -27,7 +27,7 @@ _MAX_FAILED_ROUNDS = 2
 class Endpoints(TypedDict):
     # "host:port", or several, separated by commas.
     grpc: str
-    http: str  # "http://host:port", likewise
+    http: str  # "http://host:port", or several, as `grpc`
     # "host:port" of each router, or "host:port on NODE" if there are several nodes.
     admin: list[str]
 

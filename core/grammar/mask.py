@@ -54,7 +54,7 @@ class GrammarMask:
         return found if not self.failure else None
 
     def take(self, tokens: Sequence[int], start: int) -> None:
-        """Consume the new tokens of tokens[start:]."""
+        """Consume those of tokens[start:] that were not consumed before."""
         new = list(tokens[start + self.num_taken :])
         if new:
             self.matcher.consume_tokens(new)
@@ -181,7 +181,7 @@ class ThinkingMask:
         return forced
 
     def take(self, tokens: Sequence[int], start: int) -> None:
-        """Consume the new tokens of tokens[start:]."""
+        """Consume those of tokens[start:] that were not consumed before."""
         num_tokens = len(tokens) - start
         while self._num_seen < num_tokens and not self._is_over:
             self._held += self._decoder.decode(self.bytes_of(tokens[start + self._num_seen]))

@@ -188,7 +188,7 @@ class _Needs:
         self._document = document
         self._numbers: dict[int, int] = {}  # id() of a part that may not end -> node
         self._unread: list[tuple[int, Mapping[str, Any]]] = []
-        self._num_lacking: list[int] = []  # unmet needs per node; 0: it ends
+        self._num_lacking: list[int] = []  # unmet needs per node; 0: the node has a finite instance
         self._needed_by: list[list[int]] = []
 
     def are_met(self) -> bool:

@@ -1,6 +1,6 @@
 """Rotary settings of a config.json, in transformers' forms: `rope_parameters` and the older `rope_scaling`.
 
-engine/attention/rotary.py has the formula of each kind.
+RopeConfig (core/model/shape.py) holds the result; engine/attention/rotary.py has the formula of each kind.
 """
 
 from __future__ import annotations

@@ -46,8 +46,8 @@ class KeyChange:
     """Result of creating or revoking a key."""
 
     key: ApiKey
-    is_published: bool  # True: routers apply it within a second; False: once Redis is back
-    problem: str = ""  # why saving it failed, and the consequence; empty: saved
+    is_published: bool  # True: routers apply the change within a second; False: once Redis is back
+    problem: str = ""  # why saving the change failed, and the consequence; empty: saved
 
 
 @dataclass(frozen=True, kw_only=True)

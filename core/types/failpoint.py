@@ -18,7 +18,7 @@ class FailpointStage(StrEnum):
     OPENED = "opened"  # a handoff accepts writes on this rank
     LANDED = "landed"  # a handoff is complete on this rank
     ASKED = "asked"  # a replica received a request for a prefix
-    SERVING_FETCH = "serving_fetch"  # a replica pinned that prefix and is about to ship it
+    SERVING_FETCH = "serving_fetch"  # a replica pinned the requested prefix and is about to ship it
     SENDING = "sending"  # a payload is being written to the wire
     COMMITTING = "committing"  # all payloads of a transfer are on a wire
     SHIPPED = "shipped"  # the transfer landed at every rank that this rank sends to

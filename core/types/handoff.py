@@ -24,8 +24,8 @@ class Handoff:
     id: str
     epoch: int
     replica: str  # the receiving replica
-    ranks: tuple[str, ...]  # its ranks' transfer addresses "host:port", in rank order
-    layout: str  # fingerprint of its KV layout; see engine.kv.layout
+    ranks: tuple[str, ...]  # transfer addresses "host:port" of the replica's ranks, in rank order
+    layout: str  # fingerprint of the replica's KV layout; see engine.kv.layout
     num_tokens: int  # minimum number of tokens whose KV the receiver needs
     max_tokens: int  # capacity in tokens; a sequence that decodes during its transfer grows
     first_token: int  # first position whose KV is missing; a multiple of the block size

@@ -55,7 +55,7 @@ class Progress(TypedDict):
 
 
 class Rank(Protocol):
-    """One process of a replica. Methods are called from several threads: `status` and `progress` during `load`."""
+    """One process of a replica. Several threads call its methods; `status` and `progress` even while `load` runs."""
 
     def __init__(self, launch: Launch, *, identity: Identity) -> None:
         """Set up the rank without loading anything. identity: of this replica and rank; the creator renews it."""

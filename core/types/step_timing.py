@@ -35,9 +35,9 @@ class StepTiming:
 class PromptSpent:
     """Breakdown of a prompt's time on one replica, in consecutive phases."""
 
-    waited_s: float = 0.0  # from its call to its first step, or to its prefix fetch
+    waited_s: float = 0.0  # from the call to the prompt's first step, or to its prefix fetch
     fetched_s: float = 0.0  # until the fetched prefix arrived
-    computed_s: float = 0.0  # until its last token was computed
+    computed_s: float = 0.0  # until the prompt's last token was computed
 
 
 @dataclass(slots=True)

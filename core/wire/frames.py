@@ -1,4 +1,4 @@
-"""Token frames: the output of a worker's step loop, bundled per router, on a port of their own. Both ends.
+"""Token frames: the output of a worker's step loop, bundled per router, on a port of their own; server and client.
 
 A router connects, with mutual TLS if this worker has credentials, and names itself in a FramesRequest. Frames follow
 until either end closes the connection. A rejection is one frame with `error`. As a sign of life the router sends an
@@ -174,7 +174,7 @@ class FrameServer:
         self._unnamed.pop(task, None)
 
     async def _drop_silent(self) -> None:
-        """Drop silent routers. Counts checks instead of seconds, so that a pause of this process drops no router."""
+        """Drop silent routers. Counts checks, not seconds: after a pause, bytes already received are read first."""
         while True:
             await asyncio.sleep(self._look_s)
             for stream, router in list(self._streams.items()):

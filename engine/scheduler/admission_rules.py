@@ -13,8 +13,8 @@ from engine.scheduler.prompts import Prompt, PromptQueue, has_parts, num_needed,
 from engine.scheduler.sequence import Sequence
 
 
-class Admission(Protocol):
-    """Admission policy. The engine calls `ahead` and then `admit_on_demand` once in each step."""
+class AdmissionPolicy(Protocol):
+    """Rule for when waiting prompts get blocks. The engine calls `ahead`, then `admit_on_demand`, once in each step."""
 
     @property
     def num_running(self) -> int:
@@ -37,8 +37,9 @@ class Admission(Protocol):
 class AdmitWithRoomToGrow:
     """Policy that admits every prompt that fits, because other replicas may be waiting to fill its blocks.
 
-    Each decoding sequence keeps one free block to grow into. Preempted sequences come before new prompts, except
-    prompts of tenants that hold less than their share: to admit these, the tenant holding most is preempted.
+    Each decoding sequence keeps one free block to grow into. Preempted sequences come before new prompts, except those
+    of a tenant that, with the prompt, holds no more blocks than any preempted or blocked tenant. To admit such a
+    prompt, the tenant holding most is preempted.
     """
 
     def __init__(self, blocks: BlockManager, prompts: PromptQueue, decoding: Decoding, *, max_running: int) -> None:

@@ -25,7 +25,7 @@ class Decoding:
         self.num_preemptions = 0
         self._blocks = blocks
         self._max_blocks = max_blocks
-        self._rows = DecodingRows(())  # those of the last step
+        self._rows = DecodingRows(())  # rows of the last step
 
     def start(self, sequence: Sequence) -> None:
         """Decode a sequence that has its next token. Without blocks it is queued to recompute its KV first."""

@@ -113,5 +113,5 @@ class LocalDecodes:
 
 
 def _blocks_to_resume(sequence: Sequence) -> int:
-    """Return the number of blocks needed to resume: for all its tokens and one more."""
+    """Return the number of blocks that a preempted sequence needs: for all its tokens and one more."""
     return sequence.num_blocks_for(len(sequence.tokens) + 1)

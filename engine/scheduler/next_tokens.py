@@ -36,7 +36,7 @@ class NextTokens:
 
     def __init__(self, rows: DecodingRows) -> None:
         self.rows = rows
-        # End of each row; its last token is the one computed.
+        # End position of each row; the step computes the token before it.
         self.ends_R: Ints = np.array(
             [len(row.tokens) + row.num_in_flight for row in rows.sampling_rows], dtype=np.int64
         )

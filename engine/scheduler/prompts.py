@@ -46,10 +46,10 @@ class Prompt:
     is_restart: bool = False  # recomputes one preempted sequence
     num_offered: int = 0  # leading tokens that a peer or a lower tier reportedly holds; 0: ignore
     is_loaded: bool = False  # the offer is from a lower tier
-    num_matched: int = 0  # leading tokens in the prefix cache when it was queued
-    num_cached: int = 0  # tokens found in the prefix cache when it was admitted
-    num_fetched: int = 0  # tokens after these whose KV was fetched
-    num_loaded: int = 0  # the part of these that came from a lower tier of this replica
+    num_matched: int = 0  # leading tokens in the prefix cache when the prompt was queued
+    num_cached: int = 0  # leading tokens in the prefix cache when the prompt was admitted
+    num_fetched: int = 0  # tokens after num_cached whose KV was fetched
+    num_loaded: int = 0  # the part of num_fetched that came from a lower tier of this replica
     number: int = 0  # arrival number
     times: PromptTimes = field(default_factory=PromptTimes)
     spent: PromptSpent | None = None  # time spent so far, measured by the worker
@@ -62,7 +62,7 @@ class Prompt:
 
     @property
     def choices(self) -> tuple[int, ...]:
-        """Choices of the request that continue from here."""
+        """Choices of the request that continue from this prompt."""
         return (self.sequence.choice,) if self.is_restart else self.sequence.request.choices
 
     @property
@@ -103,7 +103,7 @@ class Prompt:
 
     @property
     def room(self) -> int:
-        """Maximum number of further tokens that may arrive with its KV."""
+        """Maximum number of further tokens that may arrive with the prompt's KV."""
         if self.source is not KVSource.DECODE:
             return 0
         return min(ROOM_TOKENS, self.sequence.max_context - len(self.sequence.tokens))
@@ -253,10 +253,10 @@ def allocate(
     room: int = 0,
     load_end: int = 0,
 ) -> bool:
-    """Allocate blocks for all tokens of a sequence and `room` more. False, taking nothing, if there is no room.
+    """Allocate blocks for all tokens of a sequence and `room` more. Return False, taking nothing, without room.
 
     load_end: end of the prefix that will be loaded from a lower tier, with the checkpoints needed after it; 0: none.
-    All cached blocks of that prefix are reused, except those that lack a part to load.
+    Cached blocks of that prefix are reused unless their part must be loaded.
     """
     states, num_blocks = blocks.states, sequence.num_blocks_for(len(sequence.tokens) + room)
     if states and not states.num_available:
@@ -329,8 +329,8 @@ def _needs_checkpoint(blocks: BlockManager, source: KVSource) -> bool:
 def _reusable_if_cached(sequence: Sequence, blocks: BlockManager, source: KVSource) -> list[bytes]:
     """Return the hashes of the leading blocks that a prompt may reuse, whether or not there are checkpoints.
 
-    A prompt's last token is always computed, because its logits are needed; a sequence shipped while it decodes lacks
-    its last KV, too. The handoff of a prompt may ship no position, except with a state, which comes with at least one.
+    HERE, DECODE: all but the last token, whose logits are needed, or whose KV a decoding sequence does not have yet.
+    PREFILL: all tokens, since a handoff may ship no position; but not with states, which come with at least one.
     """
     num_tokens = len(sequence.tokens)
     may_be_whole = source is KVSource.PREFILL and not blocks.states

@@ -58,22 +58,20 @@ class Sequence:
             num_prompt_tokens=request.num_prompt_tokens,
             ruled=ruled,
         )
-        # The log-probabilities of its prompt are still to be computed.
-        self.is_scored = request.num_prompt_logprobs is not None
+        self.is_scored = request.num_prompt_logprobs is not None  # the prompt's log-probabilities are still missing
         self.num_computed = 0
         self.blocks: list[int] = []
         self.parts = HeldParts()
-        # With recurrent layers: the slot of its state, then the other slots that the scheduled step writes, for
-        # checkpoints and drafts. Numbered as in BlockManager.
+        # With recurrent layers: the slot of the state, then those that the scheduled step writes for checkpoints and
+        # drafts. Numbered as in BlockManager.
         self.state_slots: list[int] = []
-        self.state_index = 0  # index of the first one in the pool
-        # Planned checkpoints of its state: positions, in ascending order.
-        self.checkpoints_at: list[int] = []
+        self.state_index = 0  # pool index of state_slots[0]
+        self.checkpoints_at: list[int] = []  # positions of planned checkpoints of the state, ascending
         # Checkpoints that the scheduled step writes: state slot, and hash of the block that ends there.
         self._unfilled: list[tuple[int, bytes]] = []
-        self._last_checkpoint = b""  # hash of the last one made while decoding
+        self._last_checkpoint = b""  # hash of the last checkpoint made while decoding
         self.max_context = max_context
-        # Upper bound of its number of tokens.
+        # Upper bound of the number of tokens.
         self.ends_at = min(request.num_prompt_tokens + request.sampling.max_tokens, max_context)
         self.drafts: DraftTally | None = None  # since the last `take_drafts`; None if drafting is off
         self.stops = frozenset(request.sampling.stop_token_ids)
@@ -212,7 +210,7 @@ class Sequence:
     def keep_passed(self, slots: list[int], states: StateManager) -> None:
         """Turn a state that the last step passed into a checkpoint, if one is planned at its position.
 
-        Removes its slot from `slots`, which has those of the states at the last computed positions, in order.
+        Removes that state's slot from `slots`: the slots of the states at the last computed positions, in order.
         """
         first = self.num_computed - len(slots)
         if self.checkpoints_at and first <= self.checkpoints_at[0] < self.num_computed:
@@ -364,7 +362,7 @@ class Sequence:
         self.state_slots, self.checkpoints_at, self._unfilled = [], [], []
 
     def leave_out(self, blocks: Collection[int]) -> None:
-        """Remove these blocks, or the state slot, from this sequence without freeing them."""
+        """Remove `blocks`, which may include the state slot, from this sequence without freeing them."""
         removed = set(blocks)
         self.blocks = [block for block in self.blocks if block not in removed]
         self.parts.leave_out(removed)

@@ -39,7 +39,7 @@ class ScheduledStep:
     state_writes: list[tuple[int, int, int]] = field(default_factory=list)
     scores: Scores | None = None  # set by the runner that computes the step
     fetched: list[Prompt] = field(default_factory=list)  # fetch-only prompts that are finished
-    has_failed_fetch: bool = False  # of a prompt admitted for this step, which the next one may admit again
+    has_failed_fetch: bool = False  # the fetch of a prompt admitted for this step failed; the next step may admit it
     known: list[tuple[Sequence, SampledToken]] = field(default_factory=list)  # forced tokens appended before the step
     orders: Orders = field(default_factory=Orders)
     device_tokens: DeviceTokens | None = None  # tokens of this step that are only on the device so far
@@ -59,7 +59,7 @@ class ScheduledStep:
     def take_early_results(self, ahead: ScheduledStep) -> None:
         """Move the results that planning `ahead` produced into this step.
 
-        These results are final, and their sequences may leave before `ahead` completes.
+        The moved results are final, and their sequences may leave before `ahead` completes.
         """
         self.known, ahead.known = self.known + ahead.known, []
         self.fetched, ahead.fetched = self.fetched + ahead.fetched, []
@@ -155,7 +155,7 @@ class StepResult:
     sampled: list[tuple[Sequence, SampledToken]] = field(default_factory=list)
     num_known: int = 0  # forced tokens among `sampled`
     num_rows: int = 0  # decoding rows
-    num_drafted: int = 0  # drafted tokens that these rows computed
+    num_drafted: int = 0  # drafted tokens that the decoding rows computed
     failed: list[Sequence] = field(default_factory=list)  # removed because no next token could be chosen; see Sampler
 
 
@@ -175,7 +175,7 @@ class KVConnector(Protocol):
     """Transfer of KV into and out of an engine's blocks. The engine calls it twice per step.
 
     The first call precedes the choice of rows, because a prompt whose KV is fetched must not be computed. The second
-    follows it, because a sender must know the rows that it ships; only a prefill replica needs this call.
+    follows it, because a sender must know the rows that it ships; only a prefill replica looks at the rows there.
     """
 
     def begin_step(self, admitted: Seq[Prompt]) -> None:

@@ -14,7 +14,7 @@ class BeginOrder:
 
     handoff: Handoff
     blocks: list[int]  # the sequence's table, from position 0 on
-    num_tokens: int  # leading positions in the pool
+    num_tokens: int  # number of leading positions whose KV is in the pool
     # Slot that has the state of the handoff's last position when it is committed. None: the model has no states, or a
     # ShipOrder will name the slot.
     state_slot: int | None = None
@@ -28,7 +28,7 @@ class ShipOrder:
     blocks: list[int]  # block table, which may have grown
     start: int
     end: int
-    state_slot: int | None = None  # of the state after the last of these positions, if the model has states
+    state_slot: int | None = None  # slot of the state after position end - 1, if the model has states
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +68,8 @@ class DeviceTokenOrder:
     Rank 0 sends them from device to device. See `DeviceTokens`.
     """
 
-    num_chosen: int  # number sent: one per row of the step before, in order
-    sources: list[int]  # indices into these
+    num_chosen: int  # number of tokens sent: one per row of the step before, in order
+    sources: list[int]  # indices into the tokens sent
     places: list[int]  # indices into the tokens of the batch
 
 

@@ -26,7 +26,7 @@ from engine.runner.runner import ModelRunner
 def losses(runner: ModelRunner, windows: Sequence[Sequence[int]], *, context: int, wire_dtype: str = "raw") -> Tensor:
     """Return the losses of the tokens after the first `context`: (W, T) float64 on the host.
 
-    windows: token ids, of equal length, that fit into the pool.
+    windows: token ids, of equal length, that fit into the pool. wire_dtype: kv.wire_dtype; quantized pools ignore it.
     """
     losses_WT = []
     for ids in windows:

@@ -195,7 +195,7 @@ def tools_as_text(tools: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _as_texts(messages: _Messages, *, keeps_results: bool) -> _Messages:
-    """Write calls as text, and their results unless the template keeps them."""
+    """Write calls as text, and results as user messages, unless keeps_results."""
     written: _Messages = []
     for message, own, others in _with_results(messages):
         calls = message.pop("tool_calls", ())

@@ -170,7 +170,7 @@ class InferenceServicer(pb_grpc.InferenceServicer):
 
     @asynccontextmanager
     async def entered(self, context: _Context) -> AsyncIterator[None]:
-        """Hold the key's reservation of a call, from before its message is read until its end."""
+        """Hold the key's slot and tokens for a call, from before the message is read until the call ends."""
         async with AsyncExitStack() as stack:
             async with _statuses(context):
                 client = self._client(context)
@@ -328,7 +328,7 @@ async def _statuses(context: _Context) -> AsyncIterator[None]:
 
 
 class EndpointHealth(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # gRPC's stubs have no types
-    """Health servicer over one table. Each watcher polls the table, so a slow one delays neither others nor `set`.
+    """Health servicer. Each watcher reads the statuses for itself, so a slow one delays neither others nor `set`.
     Bound to the endpoint's event loop."""
 
     def __init__(self) -> None:

@@ -1,5 +1,5 @@
-"""Generation requests over HTTP: hold the key's reservation, read and check the body, tokenize the prompts; common to
-all APIs. Rejections are recorded in the audit log."""
+"""Generation requests over HTTP: hold the key's slot and tokens, read and check the body, tokenize the prompts; common
+to all APIs. Rejections are recorded in the audit log."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ID_CHARS = 8  # characters that a token id counts as
 
 @dataclass(frozen=True)
 class HttpRequestContexts:
-    """Holds a key's reservation while a request is answered; one object per router."""
+    """Holds an API key's concurrency slot and tokens while a request is answered; one object per router."""
 
     models: Models
     limits: Limits
@@ -48,7 +48,7 @@ class HttpRequestContexts:
         return answer
 
     def answer(self, request: Request, endpoint: Endpoint) -> Response:
-        """Return a response that runs `endpoint` while the key's reservation is held."""
+        """Return a response that runs `endpoint` while the key's slot and tokens are held."""
         return _ContextResponse(self, request, endpoint)
 
     def stream(self, request: Request, events: AsyncGenerator[bytes, None], headers: Mapping[str, str]) -> Response:
@@ -86,7 +86,7 @@ def peer_of(request: Request) -> str:
 
 
 class _ContextResponse(Response):
-    """Response that is created and sent while a key's reservation is held, from before the body is read."""
+    """Response that is created and sent while a key's slot and tokens are held, from before the body is read."""
 
     def __init__(self, request_contexts: HttpRequestContexts, request: Request, endpoint: Endpoint) -> None:
         super().__init__()

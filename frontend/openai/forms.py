@@ -32,7 +32,7 @@ class TextForm:
         self, tokenizer: Tokenizer, *, echo: str = "", num_echo_logprobs: int | None = None, has_answer: bool = True
     ) -> None:
         """echo: the prompt's text, if it is repeated. num_echo_logprobs: number of most likely tokens listed for each
-        of its tokens; None: no logprobs. has_answer: False: only the prompt is returned."""
+        of its tokens; None: no logprobs. has_answer: False: the text is only `echo`."""
         self.echo = echo
         self.num_echo_logprobs = num_echo_logprobs
         self.has_answer = has_answer

@@ -178,7 +178,7 @@ class MessageDraft:
     """Message under construction, from parts of another API's messages."""
 
     role: str
-    path: str  # its name in the client's body
+    path: str  # of the message, in the client's body
     parts: list[ContentPart] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)
     calls: list[CallInHistory] = field(default_factory=list)
@@ -236,7 +236,7 @@ class ToolNamed:
 
 @dataclass(frozen=True)
 class ToolsAllowed:
-    """Subset of the tools that the model may call; `required`: that it must call one of."""
+    """Subset of the tools that the model may call; mode `required`: it must call one of them."""
 
     mode: Literal["auto", "required"]
     names: tuple[str, ...]

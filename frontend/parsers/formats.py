@@ -136,9 +136,9 @@ class CallFormat:
 
     read: Format
     begins: tuple[str, ...]  # texts with which a call begins; NAME stands for a tool's name
-    markers: tuple[str, ...]  # special tokens in these belong to the text
+    markers: tuple[str, ...]  # texts whose special tokens belong to the text
     template: str  # pattern of a chat template that instructs the model to use the format
-    first: tuple[str, ...] = ()  # if an answer begins with one of these, it may be a call
+    first: tuple[str, ...] = ()  # texts that may begin a call at the start of an answer
     has_named_ids: bool = False  # ids of calls are functions.NAME:INDEX
     frame: Frame | None = None  # of a model whose whole answers are messages; `read` also reads thinking then
 

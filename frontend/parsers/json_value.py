@@ -22,8 +22,8 @@ class JsonValue:
     """One value of RFC 8259: a pushdown automaton."""
 
     def __init__(self, *, is_repaired: bool = False) -> None:
-        """is_repaired: accept frequent mistakes of models, and collect the corrections in `repairs`: control characters
-        and unknown escapes in strings, a comma before a closing bracket, True, False and None."""
+        """is_repaired: accept frequent mistakes of models: control characters and unknown escapes in strings, a comma
+        before a closing bracket, True, False and None. `repairs` collects their corrections."""
         self.is_done = False
         self.is_bad = False
         self.repairs: list[tuple[int, str]] = []  # index in the last text, replacement for its character
@@ -102,7 +102,7 @@ class JsonValue:
         return self._one(text, at, {":": "value"})
 
     def _in_after(self, text: str, at: int) -> int:
-        """Read what follows a value inside another one."""
+        """Read the comma or bracket that follows a value inside an object or array."""
         at = _after_space(text, at)
         is_object = self._open[-1] == "{"
         if text[at : at + 1] == ("}" if is_object else "]"):

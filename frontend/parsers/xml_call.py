@@ -27,7 +27,7 @@ _MAX_PARTS = 64  # subschemas searched for a parameter
 class XmlTags:
     """Tags of one model family, in the order in which a call has them."""
 
-    blocks: tuple[str, ...] = ()  # a block of calls begins with any of these
+    blocks: tuple[str, ...] = ()  # tags with which a block of calls may begin
     call: str  # before the name
     name_end: str = ">"  # if a tag begins here, it is not consumed
     parameter: str  # before a parameter's name

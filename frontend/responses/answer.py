@@ -240,12 +240,12 @@ class ResponseOutput:
 @dataclass
 class _Item:
     kind: str
-    id: str  # without the prefix of its kind
+    id: str  # without the prefix of the item's kind
     index: int
     more: dict[str, str]  # name and call_id of a call
     texts: list[str] = field(default_factory=list)
     logprobs: list[JSON] | None = None
-    status: str = ""  # set when it ends
+    status: str = ""  # set when the item ends
     is_broken: bool = False  # a call that turned out not to be one
     broken: str = ""  # text of a broken call that precedes this message
     rest: str = ""  # the suffix of `broken` with which `texts` begins

@@ -259,7 +259,7 @@ class StoredTurn(msgspec.Struct):
 
     @property
     def items(self) -> list[Raw]:
-        """Items of its input, then of its output."""
+        """Items of the response's input, then of its output."""
         return [*self.input, *msgspec.json.decode(self.response, type=_Output).output]
 
 
@@ -311,7 +311,7 @@ class Turn:
         return replace(self, items=whole)._with_request(request, self.body.model_copy(update={"input": read}))
 
     def _with_request(self, request: Request, body: ResponsesBody) -> Turn:
-        """Build the request. body: with history and referenced items resolved. Raises RequestError."""
+        """Return this turn with its completion requests. body: with all items resolved. Raises RequestError."""
         items = [self.items[number] for number in shown(body.input)]
         return replace(self, items=items, parsed=ParsedBody.of(request, body))
 

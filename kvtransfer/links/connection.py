@@ -34,7 +34,7 @@ from kvtransfer.links.link import LinkEnd
 _PLACE = "place"  # store key for the receiving end's address: "host port"
 _NONCE_BYTES = _PROOF_BYTES = _KEY_BYTES = 32
 _MAX_PENDING_PEERS = 64  # beyond this, the oldest is dropped
-_PENDING_PEER_S = 2.0  # total time to complete the handshake
+_PENDING_PEER_S = 2.0  # total time to authenticate
 
 
 def meet(end: LinkEnd) -> tuple[Connection, bytes]:
@@ -121,10 +121,10 @@ class Connection:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Handshake:
-    """Parameters that the two ends of one link must agree on. nonces: the receiver's and the sender's, 64 bytes."""
+class PeerAuthentication:
+    """Mutual authentication of the ends of a link. nonces: the receiver's and the sender's, 64 bytes."""
 
-    secret: bytes
+    secret: bytes  # equal on both ends, like the other fields
     link: str  # unique name
     is_encrypted: bool
 
@@ -146,7 +146,7 @@ class Handshake:
 async def _accept(end: LinkEnd) -> tuple[socket.socket, bytes]:
     """Listen, publish the address, and return the first peer that authenticates, with the session key.
 
-    Handshakes with all connecting peers concurrently, because a stranger may send nothing. Closes all others.
+    Authenticates all connecting peers concurrently, because a stranger may send nothing. Closes the others.
     """
     loop = asyncio.get_running_loop()
     authenticated: asyncio.Future[tuple[socket.socket, bytes]] = loop.create_future()
@@ -171,7 +171,7 @@ async def _accept(end: LinkEnd) -> tuple[socket.socket, bytes]:
             pending_peers = [peer for peer in pending_peers if not peer.done()]
             if len(pending_peers) >= _MAX_PENDING_PEERS:
                 pending_peers.pop(0).cancel()
-            pending_peers.append(asyncio.create_task(_authenticate_sender(connection, _handshake(end))))
+            pending_peers.append(asyncio.create_task(_authenticate_sender(connection, _authentication_of(end))))
             pending_peers[-1].add_done_callback(partial(greeted, connection))
             await asyncio.sleep(0)  # sock_accept does not yield while connections are queued
 
@@ -191,17 +191,17 @@ async def _accept(end: LinkEnd) -> tuple[socket.socket, bytes]:
             await asyncio.wait([accepting])  # before its socket is closed
 
 
-async def _authenticate_sender(connection: socket.socket, handshake: Handshake) -> bytes | None:
+async def _authenticate_sender(connection: socket.socket, authentication: PeerAuthentication) -> bytes | None:
     """Return the session key, or None if the peer cannot prove that it is the sender. Raises OSError."""
     loop, nonce = asyncio.get_running_loop(), secrets.token_bytes(_NONCE_BYTES)
     async with asyncio.timeout(_PENDING_PEER_S):
         await loop.sock_sendall(connection, nonce)
         answer = await _read(connection, _NONCE_BYTES + _PROOF_BYTES)
         nonces, proof = nonce + answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
-        if not proof or not hmac.compare_digest(handshake.proof(nonces, is_sender=True), proof):
+        if not proof or not hmac.compare_digest(authentication.proof(nonces, is_sender=True), proof):
             return None
-        await loop.sock_sendall(connection, handshake.proof(nonces, is_sender=False))
-        return handshake.session_key(nonces)
+        await loop.sock_sendall(connection, authentication.proof(nonces, is_sender=False))
+        return authentication.session_key(nonces)
 
 
 async def _connect(end: LinkEnd) -> tuple[socket.socket, bytes]:
@@ -214,22 +214,22 @@ async def _connect(end: LinkEnd) -> tuple[socket.socket, bytes]:
     connection = socket.create_connection((host, int(port)), max(1e-3, deadline - loop.time()))
     connection.setblocking(False)
     try:
-        nonce, handshake = await _read(connection, _NONCE_BYTES), _handshake(end)
+        nonce, authentication = await _read(connection, _NONCE_BYTES), _authentication_of(end)
         if len(nonce) < _NONCE_BYTES:
             raise ConnectionResetError(f"{host}:{port} closed the connection before sending its nonce")
         nonces = nonce + secrets.token_bytes(_NONCE_BYTES)
-        await loop.sock_sendall(connection, nonces[_NONCE_BYTES:] + handshake.proof(nonces, is_sender=True))
+        await loop.sock_sendall(connection, nonces[_NONCE_BYTES:] + authentication.proof(nonces, is_sender=True))
         proof = await _read(connection, _PROOF_BYTES)
-        if not hmac.compare_digest(handshake.proof(nonces, is_sender=False), proof):
+        if not hmac.compare_digest(authentication.proof(nonces, is_sender=False), proof):
             raise ConnectionRefusedError(f"{host}:{port} failed to authenticate for this link")
-        return connection, handshake.session_key(nonces)
+        return connection, authentication.session_key(nonces)
     except BaseException:  # includes a cancellation at the deadline
         connection.close()
         raise
 
 
-def _handshake(end: LinkEnd) -> Handshake:
-    return Handshake(secret=end.guard.secret, link=end.prefix, is_encrypted=end.guard.is_encrypted)
+def _authentication_of(end: LinkEnd) -> PeerAuthentication:
+    return PeerAuthentication(secret=end.guard.secret, link=end.prefix, is_encrypted=end.guard.is_encrypted)
 
 
 async def _read(connection: socket.socket, num_bytes: int) -> bytes:

@@ -48,7 +48,7 @@ class Segment:
 class Opening:
     """Positions that a handoff may fill, and the receiving replica's blocks that store them."""
 
-    handoff: str  # its id
+    handoff: str  # id of the handoff
     first_token: int = 0  # a multiple of the block size
     num_tokens: int  # minimum; a commit of fewer is rejected
     max_tokens: int

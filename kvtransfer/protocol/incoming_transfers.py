@@ -50,7 +50,7 @@ class IncomingTransfer(Generic[T]):
 
     @property
     def landing(self) -> Landing:
-        """Landing on rank 0, which has the next tokens. Valid once WHOLE."""
+        """Landing on rank 0, which has the next tokens. Valid once every rank has landed."""
         return self.landings[0]
 
 

@@ -34,8 +34,8 @@ class OutgoingTransfer(Generic[T]):
     ranks: set[int]  # own ranks still sending
     blocks: list[int]
     state_slots: list[int]  # one, if the model has recurrent layers
-    parts: HeldParts = field(default_factory=HeldParts)  # of the blocks that it reads in layers with a window
-    error: TransferError | None = None  # set once it fails
+    parts: HeldParts = field(default_factory=HeldParts)  # parts of `blocks` to read in layers with a window
+    error: TransferError | None = None  # set once the transfer fails
     done: list[Shipment] = field(default_factory=list)
 
     @property
@@ -155,6 +155,6 @@ class OutgoingTransfers(Generic[T]):
 
 
 def parts_of_handoff(handoff: Handoff, windows: WindowManager) -> int:
-    """Return the maximum number of parts that a transfer of this handoff holds; it reserves them when it begins."""
+    """Return the maximum number of parts that a transfer of `handoff` holds, and reserves when it begins."""
     num_more = -(-(handoff.max_tokens - handoff.num_tokens) // windows.block_size)
     return windows.num_for(handoff.num_tokens) + num_more

@@ -26,7 +26,7 @@ class Shipment:
     epoch: int
     wire_bytes: int  # payloads and announcements
     seconds: float  # from `begin` on this rank to the last acknowledgement, including overlapped computation
-    link_s: float  # busy time of its busiest link: packing, and waiting for the wire
+    link_s: float  # busy time of the rank's busiest link: packing, and waiting for the wire
     error: TransferError | None = None  # None: landed
 
 
@@ -67,7 +67,7 @@ class LinkTransfer:
 
     @property
     def is_over(self) -> bool:
-        """Return whether it has ended and no thread reads the caller's blocks."""
+        """Return whether the link transfer has ended and no thread reads the caller's blocks."""
         return self.is_ended and not self._is_reading
 
     def send(self, segment: Segment) -> None:
@@ -164,7 +164,7 @@ class RankTransfer:
 
     @property
     def is_over(self) -> bool:
-        """Return whether it has landed or failed and no block is being read. Final once true."""
+        """Return whether the rank transfer has landed or failed and no block is being read. Final once true."""
         return all(link_transfer.is_over for link_transfer in self.link_transfers)
 
     def all_layers_ready(self, first_token: int, end_token: int) -> None:

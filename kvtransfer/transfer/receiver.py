@@ -1,4 +1,5 @@
-"""Receiver of one rank: its open handoffs, and its incoming links, each with a gRPC stream and a receiving thread."""
+"""Receiver of one rank: its open handoffs and incoming links, each a gRPC stream and a thread. The handshake with the
+sending rank is checked in Receiver._admit; the peers of a TCP link authenticate in kvtransfer/links/connection.py."""
 
 from __future__ import annotations
 

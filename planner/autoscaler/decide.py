@@ -36,7 +36,7 @@ _COLD = 0.5  # measured load that the smaller pool would have; only below this m
 _BAND = 2.0  # accepted factor between prediction and measurement, for median TTFT and mean ITL
 _NEW = 0.4  # weight of one comparison
 _PATIENCE = 3  # consecutive comparisons that change the verdict
-_ENOUGH = 10  # requests for a full comparison; fewer cannot end trust, and count less when restoring it
+_ENOUGH = 10  # requests for a full comparison; fewer cannot end trust, and restore it more slowly
 _SMALL = 0.25  # fraction of a limit below which latencies count as equal, since they change no decision
 
 
@@ -84,7 +84,7 @@ class AutoscaleState:
     changed_at: int = 0  # number of the last decision that changed something
     shrunk_at: int = -(10**9)  # number of the last scale-down
     calm: int = 0  # consecutive decisions that found smaller sizes enough
-    calm_sizes: PoolSizes | None = None  # maximum of the sizes that they found
+    calm_sizes: PoolSizes | None = None  # maximum of the sizes that these decisions found
     patience: int = 1  # multiple of _CALM
     expected: Prediction | None = None  # prediction for the current sizes, made at the last decision
     correction: float = 1.0  # factor on the forecast load; above 1 after unexpected SLO misses

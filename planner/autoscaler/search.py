@@ -53,7 +53,7 @@ def find_enough(
         near = [sizes for sizes in _near(best, limits, attainment) if sizes not in tried]
         if not near or len(tried) >= _MAX_TRIED:
             return best, list(tried.values())
-        nearest = min(near, key=lambda sizes: _fit(sizes, target, limits))
+        nearest = min(near, key=lambda sizes: _try_order(sizes, target, limits))
         tried[nearest] = outlook.predict(nearest, load=load)
 
 
@@ -76,7 +76,7 @@ def fewer(sizes: PoolSizes, limits: ScaleLimits, demand: Demand, *, load: float)
 
 
 def _near(best: Prediction, limits: ScaleLimits, attainment: float) -> list[PoolSizes]:
-    """Return the sizes one step from the best: smaller if it is enough, else larger, else with another split."""
+    """Return the sizes one step from `best`: smaller if `best` is enough, else larger, else with another split."""
     x, y = best.sizes
     if best.expected_share >= attainment:
         steps = [PoolSizes(x - 1, y), PoolSizes(x, y - 1)]
@@ -87,6 +87,6 @@ def _near(best: Prediction, limits: ScaleLimits, attainment: float) -> list[Pool
     return [sizes for sizes in steps if limits.allow(sizes)]
 
 
-def _fit(sizes: PoolSizes, target: Demand, limits: ScaleLimits) -> tuple[float, float]:
-    """Return the sort key: utilization of the busier pool, then devices. The smallest is likeliest to be enough."""
+def _try_order(sizes: PoolSizes, target: Demand, limits: ScaleLimits) -> tuple[float, float]:
+    """Return the key by which sizes are tried: lower utilization of the busier pool first, then fewer devices."""
     return target.busy(sizes), limits.num_devices(sizes)

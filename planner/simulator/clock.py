@@ -31,7 +31,7 @@ class Clock:
 
 @dataclass(eq=False)
 class _Step:
-    left_s: float  # remaining time if it ran alone
+    left_s: float  # remaining time if the step ran alone
     width: int
     then: Action
 

@@ -75,10 +75,10 @@ def make_plan(
 ) -> CapacityPlan:
     """Try 1, 2, 3, … replicas until a topology serves `good_share` of the requests within the SLO.
 
-    Each size is tried with separate roles and colocated. On a CPU with a profile of wider replicas, fewer but wider
-    replicas are also tried. From one size to the next, the best split so far gets one more replica on either side,
-    since a pool that was too small stays too small with fewer replicas. Colocated, the chunk size is halved or doubled
-    as long as that helps. tried: called with each candidate. Raises SpecError for a limit below 2.
+    Each size is tried with separate roles and colocated. If the profile has step times with more threads (CPU only),
+    fewer replicas with more threads are also tried. A size adds one replica, to prefill or to decode, to the best split
+    of the previous size, since a pool that was too small stays too small with fewer replicas. Colocated, the chunk size
+    is halved or doubled as long as that helps. tried: called with each candidate. Raises SpecError for a limit below 2.
     """
     if max_replicas < 2:
         raise SpecError("a plan needs at least two replicas: one to prefill and one to decode")
@@ -166,8 +166,8 @@ class _Search:
             self._try_chunks(num_decode, decode_width=decode_width)
 
     def _splits(self, size: int) -> list[int]:
-        """Return the parts of `size` to try for prefill: the best split of the previous size, with one more on either
-        side."""
+        """Return the parts of `size` to try for prefill: the best split of the previous size, with one more to prefill
+        or to decode."""
         before = [c for c in self.of(size - 1) if not c.is_colocated]
         if not before:
             return list(range(1, size))

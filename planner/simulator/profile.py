@@ -59,8 +59,8 @@ class KV(_Section):
     pool_tokens: Annotated[int, Field(gt=0)]  # default capacity of a replica
     # Layers with a window that free what no later query sees; 0: none.
     window: Count = 0  # tokens
-    window_wire_bytes_per_token: Count = 0  # the part of wire_bytes_per_token in these layers
-    pool_window_tokens: Count = 0  # capacity of these layers beside pool_tokens
+    window_wire_bytes_per_token: Count = 0  # the part of wire_bytes_per_token in layers with a window
+    pool_window_tokens: Count = 0  # capacity of layers with a window beside pool_tokens
     # Recurrent layers.
     state_bytes: Count = 0  # of one sequence, all ranks
     pool_states: Count = 0  # state slots beside pool_tokens

@@ -39,7 +39,7 @@ class Flight:
     request: TraceRequest
     hashes: list[bytes]
     option: Option
-    expected: list[bytes] = field(default_factory=list)  # what the index lists once the prompt is computed
+    expected: list[bytes] = field(default_factory=list)  # hashes in the index once the prompt is computed
     compute_s: float = 0.0  # predicted time to compute the uncached part of the prompt
     num_cached: int = 0  # prompt tokens found in the cache
     first_token_at: float = 0.0
@@ -49,7 +49,7 @@ class Flight:
     moves_to: str | None = None  # target decode replica of a move in progress
     promised_blocks: int = 0  # blocks reserved on a decode replica, including the predicted answer
     reserved_at: int = 0  # number of generated tokens when the target reserved blocks
-    replicas: list[Replica] = field(default_factory=list)  # replicas that take part in it
+    replicas: list[Replica] = field(default_factory=list)  # replicas that serve the request
 
     @property
     def ttft_s(self) -> float:
@@ -90,8 +90,8 @@ class Replica(ABC):
         self.name = name
         self.busy_s = 0.0
         self.busy_until = 0.0  # predicted end of the prompts sent here
-        self.num_open = 0  # open requests in which it takes part
-        self.on_empty: Action | None = None  # called when a draining replica is empty; None: it is not draining
+        self.num_open = 0  # open requests that this replica serves
+        self.on_empty: Action | None = None  # called when the draining replica is empty; None: not draining
         self.row_yield = RowYield()  # of drafts, as a live replica reports it to its routers
         self.max_batch_tokens = setup.prefill_batch_tokens if is_prefill else setup.decode_batch_tokens
         self.store = Store(name, site, max_batch_tokens=self.max_batch_tokens)

@@ -96,7 +96,7 @@ class Store:
         self._indexes = site.indexes
         self._pieces = range(kv.pool_cache(size).num_pieces)  # of a state in the host tier
         self._evicted_states: list[bytes] = []
-        self._checkpoints: set[bytes] = set()  # on the device; as the indexes list them
+        self._checkpoints: set[bytes] = set()  # checkpoint hashes of states on the device
         if states := self.blocks.states:
             states.checkpoint_every(setup.checkpoint_tokens, block_size=size)
             if self.host:
@@ -129,7 +129,7 @@ class Store:
         self._indexes.stored.remove(self.replica, gone)
 
     def num_fetchable(self, hashes: Sequence[bytes]) -> int:
-        """Return how many of these blocks, in either tier, a fetch brings."""
+        """Return how many of the blocks with `hashes`, in either tier, a fetch brings."""
         if self.blocks.windows:
             # Such a prefix is shipped whole or not at all; see PrefixFetches.begin.
             return len(hashes) if self.blocks.match_reusable(hashes) == len(hashes) else 0
@@ -144,7 +144,7 @@ class Store:
         The state behind them becomes a checkpoint. The parts that the next query sees stay cached, if all fit.
         """
         if self.host:
-            # Mark those in the host as used.
+            # Mark the blocks in the host tier as used.
             found = self.host.allocate(hashes, self.host.match(hashes))
             self.host.free(found[0] if found else [])
         is_new = [prefix_hash not in self.blocks for prefix_hash in hashes]

@@ -1,10 +1,10 @@
 """Admission queue in which requests wait for replicas, live and in the simulator. Pure: the caller passes the time.
 
 Order: fair shares among tenants and among the users of a tenant (`fair_queue`), then the smaller priority, then the
-earlier arrival. Priorities apply within a tenant only.
+earlier arrival. A priority orders only the requests of one user.
 
-Share. While there are several tenants, each runs at most a share of the capacity that the others leave on the decode
-replicas, like the dynamic buffer thresholds of Choudhury and Hahne (1998). With a share of three quarters, a single
+Share. While there are several tenants, a tenant may hold at most `share` of the decode capacity that the other tenants
+leave free, like the dynamic buffer thresholds of Choudhury and Hahne (1998). With a share of three quarters, a single
 tenant leaves a quarter free, and k saturating tenants leave one part in 1 + 3k. So the next tenant need not wait for an
 answer to end. A tenant whose first request would exceed the share is parked: its requests stay in the queue, but they
 neither block other tenants nor count in predicted waits.
@@ -15,8 +15,8 @@ applies within a tenant to a request over its tenant's share.
 
 Offline requests (priority OFFLINE) are considered only while no online request competes, and block no other request.
 
-Rejection. A request is rejected on arrival if the queue is full, if its tenant or user already fills its part of the
-queue, or if its turn would come too late. If predictions hold, no request is rejected later.
+Rejection. A request is rejected only on arrival: if the queue is full, if its tenant or user already fills its part of
+the queue, or if its turn would come too late. Later it can only time out, if its predicted wait was too short.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class AdmissionQueue:
         share: Callable[[], float] = lambda: 1.0,
         free: Callable[[], Places] = lambda: NO_PLACES,
     ) -> None:
-        """share: maximum part that a tenant takes of the capacity that the others leave; 1 disables the limit. free:
-        free places of all replicas. Both are called for their current value."""
+        """share: returns the maximum part that a tenant holds of the decode capacity that the other tenants leave free;
+        1 disables the limit. free: returns the free places of all replicas."""
         self._max_waiting = max_waiting
         self._hold_s = hold_s
         self._share = share
@@ -173,7 +173,7 @@ class AdmissionQueue:
         if not online.num_competing:
             self._end_turns(turns)
         else:
-            self._put_back(turns, but=1)  # the next run tries them again
+            self._put_back(turns, but=1)  # the next run tries the requests put back
 
     def _run_offline(self, take: Take, now: float) -> None:
         """Try the first offline request of each tenant. A tenant whose request finds no room is skipped in this run."""
@@ -260,7 +260,7 @@ class AdmissionQueue:
     def _end_turns(self, turns: _Turns) -> None:
         """Stop the alternation of turns and return to the strict order.
 
-        A request that only leaves the queue does not cause this, or a client could reset the turns by resending it.
+        A request that only leaves the queue does not end the turns, or a client could reset them by resending it.
         """
         turns.end()
         self._put_back(turns)
@@ -271,7 +271,8 @@ class AdmissionQueue:
     def _is_full_for(self, queued: QueuedRequest) -> bool:
         """Return whether the queue is full for this request.
 
-        A user may fill half of the places that the others leave, a tenant three quarters.
+        A user may fill half of the queue slots that other users leave free, a tenant three quarters of those that other
+        tenants leave free.
         """
         queue, limit = self._queue_of(queued), self._max_waiting
         of_tenant = queue.num_waiting_of(queued.tenant)
@@ -285,8 +286,8 @@ class AdmissionQueue:
 def is_within_share(own: Places, more: Places, free: Places, *, share: float) -> bool:
     """Return whether a tenant that holds `own` may take `more`, while `free` places are unused by all tenants.
 
-    The share does not limit a tenant that holds nothing. A request that needs more blocks than the whole share does not
-    wait for its tenant's other requests; otherwise a steady flow of these would starve it.
+    The share does not limit a tenant that holds nothing. The block limit is waived for a request that exceeds the share
+    by itself; otherwise its tenant's smaller requests would starve it.
     """
     if not own.num_streams:
         return True
@@ -304,7 +305,7 @@ class _Tenant:
     """State of a tenant with waiting requests."""
 
     def __init__(self, hold_s: float) -> None:
-        self.turns = _Turns(hold_s)  # on while its first request exceeds its share
+        self.turns = _Turns(hold_s)  # on while the tenant's first request exceeds the tenant's share
         self.rate = _DrainRate()
 
 

@@ -1,6 +1,6 @@
 """Inputs and outputs of a routing decision, and the load of each replica. Pure; the simulator uses them, too.
 
-Requests wait in the router, not on a replica. The router keeps their order by priority and tenant, and sends each to
+Requests wait in the router, not on a replica. The router orders them by tenant, user and priority, and sends each to
 the replica that has room first. While a request runs, its predicted blocks stay reserved for it.
 """
 
@@ -26,7 +26,7 @@ _DEFAULT_HOST_BYTES_PER_S = 4e9  # host memory to device
 _DEFAULT_DISK_BYTES_PER_S = 5e8
 
 
-# Not frozen: a decision makes hundreds of these, and a frozen dataclass sets each field by a call.
+# Not frozen: a decision makes hundreds of candidates, and a frozen dataclass sets each field by a call.
 @dataclass(kw_only=True, slots=True)
 class CandidateReplica:
     """State of one replica with respect to one prompt."""
@@ -42,7 +42,8 @@ class CandidateReplica:
     is_learnt: bool = True  # `timing` comes from the replica's own steps, not from others or defaults
     max_batch_tokens: int  # token limit of a step; longer prompts take several steps
     link_bytes_per_s: float  # rate of outgoing KV
-    held_tokens: int = 0  # prefix tokens on the device, with or without a state at their end; 0: as cached_tokens
+    # Prefix tokens on the device, including blocks without a checkpoint to continue from; 0: same as cached_tokens.
+    held_tokens: int = 0
     restore_bytes_per_s: float = 0.0  # rate from lower tiers to the device; 0: no lower tiers
     tokens_per_row: float = 1.0  # tokens that a step yields per sequence; above 1 with drafts
     drafted_per_row: float = 0.0  # draft tokens that a step computes per sequence
@@ -69,7 +70,7 @@ class Option:
 
     prefill: str | None  # None: the decode replica computes the prompt itself
     decode: str
-    wait_s: float = 0.0  # wait for room on the decode replica, for this request and those queued with it
+    wait_s: float = 0.0  # wait for room on the decode replica, including that of the other queued requests
     queue_s: float = 0.0  # queue of the replica that computes the prompt
     fetch_from: str | None = None  # source of missing blocks: a peer, or the replica itself for its lower tier
     fetch_tokens: int = 0  # prefix tokens present after the fetch
@@ -126,14 +127,14 @@ class ReplicaLoad:
     drafted_per_row: float = 0.0  # draft tokens that a step computes per sequence
     num_reported_local_decodes: int = 0  # choices that a prefill replica decodes itself, in the last report
     num_waiting_local_decodes: int = 0
-    local_decode_blocks: int = 0  # blocks that these choices hold
+    local_decode_blocks: int = 0  # blocks that local decodes hold
 
     @property
     def replica(self) -> str:
         return self.member.replica
 
     def has_room_to_decode(self, *, num_blocks: int, num_streams: int) -> bool:
-        """Return whether the replica would run these streams at once.
+        """Return whether the replica would at once run `num_streams` more streams with `num_blocks` blocks.
 
         An idle replica always has room; `Reservations.check_fit` rejects requests that never fit.
         """
@@ -142,7 +143,7 @@ class ReplicaLoad:
         return num_blocks <= self.free_blocks and num_streams <= self.free_streams and not self.num_waiting
 
     def has_room_for_local_decode(self, *, num_blocks: int, num_streams: int) -> bool:
-        """Return whether a prefill replica would decode these streams itself at once."""
+        """Return whether a prefill replica would at once decode `num_streams` more streams itself."""
         return (
             num_streams <= self.free_local_decodes
             and num_blocks <= self.free_local_decode_blocks

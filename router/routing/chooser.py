@@ -5,9 +5,9 @@ index finds the prompt's prefix. The output is a `Decision` with its reasons. `r
 inputs and applies the decision.
 
 Local decode. A prefill replica may answer a request alone while the decode replicas are full. The alternative is to
-wait until one stream has ended for each waiting request, this one included. Each request that takes a free place delays
-all later ones by one place, so the whole queue counts. That wait is compared with the cost of answering on the prefill
-replica, where prompts go first and each step of the answer delays them.
+wait until one stream has ended per queued request and per choice of this one. Each request that takes a free place
+delays all later ones by one place, so the whole queue counts. That wait is compared with the cost of answering on the
+prefill replica, where prompts go first and each step of the answer delays them.
 """
 
 from __future__ import annotations
@@ -74,14 +74,14 @@ class Decision:
     prompt_tokens: int  # prompt tokens to compute
     prefix_source: PrefixSource | None  # peer from which the chosen option fetches blocks
     options: Sequence[Option]  # all options considered, the chosen one first
-    candidates: Sequence[CandidateReplica]  # replicas as they were known
+    candidates: Sequence[CandidateReplica]  # the replicas that the policy compared
 
 
 class Chooser:
     """Chooser of replicas for requests. Stateless apart from `policy`.
 
-    The argument `avoid` of its methods holds pairs whose link has failed the request. If no other pair is left, the
-    decode replica computes the prompt itself.
+    The argument `avoid` of its methods holds pairs whose link has failed the request. If it leaves no pair, the decode
+    replica computes the prompt.
     """
 
     def __init__(self, policy: Policy, *, max_local_tokens: int) -> None:
@@ -99,7 +99,7 @@ class Chooser:
         avoid: Set[Culprit] = NO_CULPRITS,
         prefill_needs_room: bool = False,
     ) -> Decision | None:
-        """Return the cheapest decision over all pairs of these replicas; None if there is none.
+        """Return the cheapest decision over all pairs of `prefills` and `decodes`; None if there is none.
 
         prefill_needs_room: never pick a prefill replica with more than a second of work queued.
         """
@@ -252,10 +252,10 @@ def with_room_for_local_decode(prefills: Sequence[ReplicaLoad], need: Need) -> l
 
 
 def decode_wait_s(decodes: Sequence[CandidateReplica], *, num_tokens: int, answer_tokens: int, num_ends: int) -> float:
-    """Predict the seconds until `num_ends` streams have ended on these full replicas; an hour if they run none.
+    """Predict the seconds until `num_ends` streams have ended on `decodes`, all full; an hour if they run none.
 
-    num_tokens: context length of a stream. answer_tokens: mean length of answers; assumes uniform progress of running
-    ones.
+    num_tokens: context length of a stream. answer_tokens: mean length of answers; running ones are taken to be spread
+    evenly over it.
     """
     per_s = sum(_ends_per_s(view, num_tokens=num_tokens, answer_tokens=answer_tokens) for view in decodes)
     return min(_LONGEST_WAIT_S, num_ends / per_s) if per_s else _LONGEST_WAIT_S

@@ -8,10 +8,10 @@ client that invents names cannot starve another one.
 
 Ageing. On each level (requests of a user, users of a tenant, tenants) an item has aged when the level has done 16,384
 tokens of work since the item began to wait or had its last turn. The oldest aged item goes next, but aged items get at
-most one token of work in seventeen, so shares hold. The bound: let C be the largest request, and n the number of older
-items when an item begins to wait. At most 16,384 + 18 (n + 1) C tokens of other work precede it, regardless of later
-arrivals: 16,384 and the request that exceeds them; for each of the n items its turn, 16 times as much other work and
-the request that exceeds it; and as much once more for an earlier turn.
+most one token of work in seventeen, so shares hold. At most 16,384 + 18 (n + 1) C tokens of other work precede an item
+before which n items wait, for a largest request of C tokens, regardless of later arrivals:
+- 16,384 + C until it has aged; 17 C of other work owed for an earlier aged turn;
+- 18 C for each of the n items: its turn, 16 C of other work, and the request that exceeds it.
 
 Every operation takes logarithmic time, amortised.
 """
@@ -67,7 +67,7 @@ class QueuedRequest:
     cost: float  # predicted work, in tokens
     user: str = ""  # user within the tenant
     places: Places = NO_PLACES  # places counted against the tenant's share
-    arrival: int = -1  # set by the queue, like the fields below
+    arrival: int = -1  # set by the queue, like `state` and `since`
     state: State = State.GONE
     since: Key = (0.0, 0)
 

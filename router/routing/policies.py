@@ -1,6 +1,6 @@
-"""Routing policies by name. `cost` picks the pair of the lowest predicted cost; the others are for comparison. Pure.
+"""Routing policies by name, pure. `cost`, the default, picks the pair of the lowest cost; the others are to compare.
 
-The cost, in seconds:
+The predicted cost, in seconds:
 
     prefill on replica P, decode on replica D
           max(queue of P, fetch)  blocks arrive from a peer or P's lower tier while P computes earlier prompts
@@ -13,8 +13,8 @@ The cost, in seconds:
           max(queue of D, fetch) + compute + decode
         + stall                   delay of D's other streams: _STALL of the compute time for each
 
-    + keep                        cost of evicting other cached blocks: _KEEP of the time to compute the blocks that
-                                  this replica must store
+    + keep                        cost of the cached blocks that this prompt evicts: _KEEP times the time to compute
+                                  its uncached part
 
 Only the _SHORTLIST best replicas of each side are paired.
 """
@@ -154,7 +154,7 @@ def _try_fetch(best: _Prompt, demand: RoutingRequest, source: CandidateReplica, 
 def _decode_s(demand: RoutingRequest, view: CandidateReplica, *, held: int) -> float:
     """Predict the request's decode time on a replica, plus the delay that its steps cause to the other streams.
 
-    held: tokens whose blocks it need not allocate.
+    held: tokens whose blocks the replica need not allocate.
     """
     slower_s = view.timing.token_s * (1 + view.drafted_per_row) + view.timing.context_s * demand.num_tokens
     step_s = view.timing.base_s + slower_s * (view.num_streams + 1)
@@ -168,7 +168,7 @@ def _decode_s(demand: RoutingRequest, view: CandidateReplica, *, held: int) -> f
 
 
 def _held(view: CandidateReplica) -> int:
-    """Return how many tokens need not be shipped or loaded to a replica. Unlike computing, this needs no state."""
+    """Return how many tokens need not be shipped or loaded to a replica: also those without a state to compute from."""
     return view.held_tokens or view.cached_tokens
 
 

@@ -59,12 +59,12 @@ class Revisions:
     def for_continuation(self, number: int | None, *, untried: Set[str]) -> Sequence[Revision | None]:
         """Return the revisions that may continue a request of revision `number`; [None] while there is only one.
 
-        That revision comes first, then those that generate the same tokens, then the others: a changed answer is better
-        than none. untried: decode replicas that have not failed the request; revisions without one come last.
+        Revision `number` comes first, then those that generate the same tokens, then all others: a changed answer is
+        better than none. untried: decode replicas that have not failed the request; revisions without one come last.
         """
         if not self.is_split:
             return [None]
-        # Requests that began before the update carry no revision number: they ran on the oldest one.
+        # Requests that began before the update carry no revision number: they ran on the oldest revision.
         oldest = min(self.all, key=lambda one: one.number)
         mine = next((one for one in self.all if one.number == number), oldest)
         return sorted(

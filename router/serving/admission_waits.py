@@ -112,7 +112,7 @@ class AdmissionWaits(Generic[T]):
         )
 
 
-class Admission:
+class PairAdmission:
     """Admission of one router's requests to pairs of replicas."""
 
     def __init__(

@@ -33,10 +33,10 @@ _STOP_S = 1.0
 
 
 class Attempt:
-    """One try at serving `request`, which is what remains of `state`, on `pair`.
+    """One try at serving a request on one pair. `state`: the whole request; `request`: the part still to serve.
 
     `state` gets every token once and in order. `run` returns when all choices have finished. It raises ClusterError
-    when this pair fails; earlier tokens stay valid. A prefill replica that fails before it has sent a token is replaced
+    when the pair fails; earlier tokens stay valid. A prefill replica that fails before it has sent a token is replaced
     by one outside `avoid`, under the same handoff with the next epoch.
     """
 
@@ -228,8 +228,8 @@ class Attempt:
     def _culprit(self, called: Replica, error: ClusterError) -> Culprit:
         """Return the replica or link to blame for the error of a call to `called`.
 
-        KV that does not arrive is blamed on the link; on the prefill replica if the decode replica reports it before
-        any first token.
+        Missing KV is blamed on the link; but if the decode replica reports it and the prefill replica has sent no
+        token, on the prefill replica.
         """
         prefill, decode = self._pair.prefill, self._pair.decode
         if not (isinstance(error, TransferError) and prefill and decode):

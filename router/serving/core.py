@@ -23,7 +23,7 @@ from router.generation import Arrived, Generation
 from router.routing.chooser import Chooser, Culprit
 from router.routing.decisions import Decisions
 from router.routing.revisions import Revisions
-from router.serving.admission_waits import Admission
+from router.serving.admission_waits import PairAdmission
 from router.serving.attempt import Attempt
 from router.serving.backup import Backup
 from router.serving.decode_streams import DecodeStreams
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 # can crash; progress since the last failure resets the count.
 _MAX_FRUITLESS = 5
 _PROGRESS = 8  # tokens
-_BACKOFF_S, _BACKOFF_GROWTH = 0.02, 4  # per fruitless attempt; five of these waits outlast a fault of a few seconds
+_BACKOFF_S, _BACKOFF_GROWTH = 0.02, 4  # per fruitless attempt; five waits outlast a fault of a few seconds
 _BLAME_S = 10.0  # time for which the request avoids a replica or link that failed
 _MAX_TROUBLE = 200  # characters kept of an attempt's error
 _NO_FAULT = (RequestError, CapacityError, DeadlineExceeded, ClientTooSlow, GrammarNotFollowed, NoTokenAllowed)
@@ -78,7 +78,7 @@ class RouterCore:
             revisions=self.revisions,
             decisions=self.decisions,
         )
-        self.admission = Admission(
+        self.admission = PairAdmission(
             self.reservations, queue_s=queue_s, max_waiting=max_waiting, tenant_share=tenant_share, metrics=metrics
         )
         self.vocab_size = vocab_size
@@ -117,7 +117,7 @@ class Relay:
         self._attempts: dict[int, Attempt] = {}  # current attempt of each choice
         self._failed: dict[Culprit, float] = {}  # time of the last failure
         self._now = asyncio.get_running_loop().time
-        self._revision: int | None = None  # revision that served it last; None while there is only one
+        self._revision: int | None = None  # last revision that served the request; None while there is only one
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Generation:
@@ -164,7 +164,7 @@ class Relay:
             state.responses.end()
 
     async def _serve(self, choices: tuple[int, ...], pair: Pair | None = None) -> None:
-        """Serve these choices to their end. After a failure, choices with tokens continue separately.
+        """Serve `choices` to their end. After a failure, choices with tokens continue separately.
 
         pair: replicas for the first attempt, if already chosen.
         """
@@ -197,7 +197,7 @@ class Relay:
         return {culprit for culprit, at in self._failed.items() if self._now() < at + _BLAME_S}
 
     async def _attempt(self, choices: tuple[int, ...], pair: Pair | None) -> None:
-        """Make one attempt. If it fails, record what did not answer."""
+        """Make one attempt. If it fails, record the replicas and links to blame."""
         state = self._state
         state.route.attempts += 1
         if state.num_tokens(choices):

@@ -87,7 +87,7 @@ class DecodeStreams:
         return [choice for choice in self._choices.unfinished if self._streams[choice].replica is replica]
 
     async def lease_ended(self, leased: Mapping[int, DecodeStream], *, num_frames: int) -> None:
-        """Handle the end of the Generate call of these choices: those neither finished nor moved are lost.
+        """Handle the end of the Generate call of the `leased` choices: those neither finished nor moved are lost.
 
         num_frames: number of frames that contain all their tokens, read or unread; 0: not reported, because the replica
         has an older version.
@@ -137,7 +137,7 @@ class DecodeStreams:
         return self._request.num_prompt_tokens + self._request.sampling.max_tokens
 
     def num_tokens(self) -> int:
-        """Count the tokens given to this attempt and those of all choices since."""
+        """Count the tokens of the attempt's request, and those that its choices have generated since."""
         choices = self._request.choices
         return self.num_given + self._state.num_tokens(choices) - len(choices) * self._num_before
 
@@ -223,7 +223,7 @@ class DecodeStreams:
 
 
 class ChoiceMove:
-    """Migration of one choice from `source` to `target`. Unless `run` succeeds, the target is left clean."""
+    """Migration of one choice from `source` to `target`. Unless `run` succeeds, the target keeps nothing of it."""
 
     def __init__(self, source: DecodeStream, target: DecodeStream) -> None:
         self.lease: Lease | None = None  # lease on the target

@@ -38,9 +38,9 @@ class WorkerCall(Protocol[Event_co]):
 class Worker(Protocol):
     """Connection from a router to one replica, implemented over proto/worker.proto and by a fake in tests.
 
-    Both roles implement `follow` and `close`; a prefill replica also `prefill`, a decode replica the rest. Requests are
-    passed as core types; events are protobuf messages. Every failure raises ClusterError: the replica's own error,
-    ReplicaLost if the replica cannot be reached, DeadlineExceeded after `timeout_s`.
+    Only a prefill replica has `prefill`; its `generate` is for local decodes. Requests are passed as core types; events
+    are protobuf messages. Every failure raises ClusterError: the replica's own error, ReplicaLost if the replica cannot
+    be reached, DeadlineExceeded after `timeout_s`.
     """
 
     async def follow(self, take: Callable[[pb.Frame], None]) -> None:
@@ -76,7 +76,7 @@ class Worker(Protocol):
     ) -> WorkerCall[pb.GenerateEvent]:
         """Open a lease: the replica holds blocks for the request and generates while the call lives.
 
-        continues: the KV comes from the decode replica that currently runs the choice.
+        continues: the KV comes from the decode replica that runs the request's choice so far.
         """
         ...
 
@@ -85,7 +85,7 @@ class Worker(Protocol):
         ...
 
     async def stop(self, streams: Sequence[int], *, timeout_s: float) -> None:
-        """Stop generating for these streams."""
+        """Stop the choices with these stream keys; see SequenceRequest.stream."""
         ...
 
     async def close(self) -> None: ...

@@ -49,7 +49,7 @@ class Replica:
         self.worker = worker
         self.status = pb.Status(replica=member.replica)
         self.is_alive = False  # frames are arriving
-        self.is_draining = asyncio.Event()  # set when it reports that it drains; never cleared
+        self.is_draining = asyncio.Event()  # set when the replica reports that it drains; never cleared
         self.pending_tokens = 0  # prompt tokens reserved by this router and not computed yet
         self.num_requests = 0  # running calls of this router
         self.promised_blocks = 0  # blocks reserved by this router

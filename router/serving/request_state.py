@@ -69,7 +69,7 @@ class RequestState:
         return self.responses.num_waiting > self._max_unread
 
     def lost(self, choices: Sequence[int]) -> None:
-        """Record that the attempt of these choices has failed."""
+        """Record that the attempt of `choices` has failed."""
         self._lost_at = {choice: self._now() for choice in choices if self.tokens[choice]} | self._lost_at
 
     def num_tokens(self, choices: Sequence[int]) -> int:
@@ -94,7 +94,7 @@ class RequestState:
             raise DeadlineExceeded(f"request {self.request.id}: not finished within {deadline_s:g} s")
 
     def continuation(self, choices: Sequence[int], *, stream: int = 0) -> SequenceRequest:
-        """Return the request that continues these choices: one with its tokens so far, or several without tokens."""
+        """Return the request that continues `choices`: one choice with its tokens so far, or several without tokens."""
         return replace(
             self.request,
             token_ids=self.request.token_ids + tuple(self.tokens[choices[0]]),
@@ -107,9 +107,9 @@ class RequestState:
     def _log_pause(self, choice: int, pause_s: float) -> None:
         route, num_tokens = self.route, len(self.request.token_ids) + len(self.tokens[choice])
         logger.info(
-            "resumed request=%s choice=%d pause_ms=%.0f prefill=%s decode=%s tokens=%d cached=%d pulled=%d attempts=%d",
-            self.request.id, choice, pause_s * 1e3, route.prefill_replica, route.decode_replica, num_tokens,
-            route.cached_tokens, route.fetched_tokens, route.attempts,
+            "resumed request=%s choice=%d pause_ms=%.0f prefill=%s decode=%s tokens=%d cached=%d fetched=%d "
+            "attempts=%d", self.request.id, choice, pause_s * 1e3, route.prefill_replica, route.decode_replica,
+            num_tokens, route.cached_tokens, route.fetched_tokens, route.attempts,
         )  # fmt: skip
 
 
@@ -321,7 +321,7 @@ class Choices:
             self.finish(choice)
 
     def _is_cut(self, choice: int, num_new: int) -> bool:
-        """Return whether the choice ends after num_new more tokens only because its replica is too small for more."""
+        """Return whether num_new more tokens fill the replica and so end the choice, while another could hold more."""
         num_tokens, num_generated = self._lengths(choice, num_new)
         return num_generated < self._state.request.sampling.max_tokens and self._may_hold(num_tokens)
 

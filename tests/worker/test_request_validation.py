@@ -133,7 +133,7 @@ def test_prefix_source_must_have_a_plain_address(address: str) -> None:
     prefix_source = pb.PrefixSource(replica="prefill-1", address=address, num_tokens=5)
     with pytest.raises(RequestError) as rejected:
         prefix_source_of(pb.PrefillRequest(prefix_source=prefix_source))
-    assert rejected.value.param == "holder.address"
+    assert rejected.value.param == "prefix_source.address"
 
 
 @pytest.mark.parametrize(

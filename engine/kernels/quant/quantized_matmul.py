@@ -344,7 +344,12 @@ def _product(
     BLOCK_O: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_O outputs of BLOCK_T rows, over its share of the inputs. num_rows: counts choices for MoE."""
+    """Compute BLOCK_O outputs of BLOCK_T rows, over one split of the inputs.
+
+    words to factors: from `_pointers`; most constants: from `_constants`. parts: fp32 sums of each split, if IS_SPLIT.
+    choices, experts, CHOICES: choice, expert and of_each of launch_expert_product; CHOICES 0: no experts. With experts,
+    num_rows counts choices instead of rows of x.
+    """
     POSITIONS: tl.constexpr = 2 if KIND < 2 else 4
     CENTER: tl.constexpr = 1 << (KIND - 1) if KIND >= 4 else 0
     PER_GROUP: tl.constexpr = GROUP // K if GROUP else POSITIONS

@@ -28,8 +28,8 @@ class Entries:
 
     token_ids_N: Tensor  # on the device
     positions_N: Ints
-    slots_N: Ints  # of their KV
-    before_N: Ints  # slot of the position before each; UNKNOWN if there is none
+    slots_N: Ints  # KV slot of each token
+    before_N: Ints  # slot of the position before each token's; UNKNOWN if there is none
     hidden_NW: Tensor  # the model's auxiliary hidden states, side by side
 
     @classmethod
@@ -51,8 +51,8 @@ class _Deferred(NamedTuple):
     token_id: int
     position: int
     before: int  # slot of the position before
-    num_behind: int  # deferred tokens of its sequence up to this one, when it was added
-    hidden_NW: Tensor  # of its step
+    num_behind: int  # number of deferred tokens of the sequence up to this one, when it was added
+    hidden_NW: Tensor  # hidden states of the step that computed it
     row: int  # row in hidden_NW
 
 
@@ -93,11 +93,11 @@ class DeferredEntries:
         return slot in self._deferred
 
     def max_up_to(self, slot: int) -> int:
-        """Return an upper bound of the deferred tokens of the slot's sequence up to this slot."""
+        """Return an upper bound of how many of the sequence's tokens up to this slot are deferred."""
         return self._deferred[slot].num_behind if slot in self._deferred else 0
 
     def up_to(self, slot: int) -> list[int]:
-        """Return the slots of the deferred tokens up to this slot, in order; a draft behind it needs all of them."""
+        """Return the slots of the sequence's deferred tokens up to this slot, in order. A draft after it needs all."""
         found: list[int] = []
         while slot in self._deferred:
             found.append(slot)
@@ -105,7 +105,7 @@ class DeferredEntries:
         return found[::-1]
 
     def take(self, slots: Iterable[int] | None = None) -> Entries | None:
-        """Remove and return the tokens of these slots, or all. Forked sequences may list a slot twice."""
+        """Remove and return the tokens of `slots`, or all. Forked sequences may list a slot twice."""
         taken = list(self._deferred if slots is None else dict.fromkeys(slots))
         if not taken:
             return None
@@ -130,7 +130,7 @@ class DeferredEntries:
         )
 
     def forget(self, slots: Iterable[int]) -> None:
-        """Discard the deferred tokens of these slots, which belong to the slots' previous owner."""
+        """Discard the deferred tokens of `slots`, which belong to the slots' previous owner."""
         for slot in slots:
             self._deferred.pop(slot, None)
 
@@ -149,5 +149,5 @@ class DeferredEntries:
 
 
 def side_by_side(aux_hidden_states: AuxHiddenStates, layers: tuple[int, ...]) -> Tensor:
-    """Return the hidden states of these layers concatenated, (N, W); a copy."""
+    """Return the hidden states of `layers` concatenated, (N, W); a copy."""
     return torch.cat([aux_hidden_states[layer] for layer in layers], dim=-1)

@@ -71,12 +71,12 @@ class DraftPlaces(NamedTuple):
     """Positions of a draft's entries, from each row's last token on."""
 
     positions_PR: Ints
-    tables_RB: Ints  # block tables that cover these positions
+    tables_RB: Ints  # block tables that cover positions_PR
     block_size: int
 
     @classmethod
     def behind(cls, positions_R: Ints, num_places: int, *, tables_RB: Ints, block_size: int) -> DraftPlaces:
-        """Return `num_places` places from these positions on."""
+        """Return `num_places` places from positions_R on."""
         return cls(positions_R + np.arange(num_places)[:, None], tables_RB, block_size)
 
     @property

@@ -1,12 +1,12 @@
 """Features of the positions that a sequence may continue from, by KV slot.
 
 A sequence continues behind its last computed position: the last position of its row in the step, or, after a draft, any
-position from its own last token on. The features of all these positions stay in a ring for some steps. If the layout
+position from its own last token on. The features of all such positions stay in a ring for some steps. If the layout
 has room (EAGLE), the feature of a full block's last position is also stored in the pool, so that sequences can continue
 after a cache hit, a lower tier, a fork or a transfer.
 
-Resting heads pass positions over. Neither these positions nor any behind them have features, because those would be
-computed from missing KV. Their slots are marked. The last position of a block gets a row of zeros instead, which no
+Resting heads pass positions over. Neither skipped positions nor any after them have features, which would be computed
+from missing KV. Their slots are marked. The last position of a block gets a row of zeros instead, which no
 real feature equals; it travels with the block, and in place of the feature when a sequence moves.
 """
 

@@ -51,7 +51,7 @@ class RankHeads(Protocol):
         ...
 
     def catch_up(self, rows: Sequence[HeadRow], max_tokens: int | None = None, /) -> None:
-        """Compute the first `max_tokens` of these deferred tokens, or all."""
+        """Compute the first `max_tokens` deferred tokens of each row, or all."""
         return None
 
     def draft(self, rows: Sequence[HeadRow], max_tokens: int, choose: Choose, /) -> None:

@@ -15,7 +15,7 @@ from cluster.launch import deployment
 from cluster.launch import state as states
 from cluster.launch.attached_endpoints import AttachedList, attach, check_own, owner_state
 from cluster.launch.local_ray import LocalRay
-from cluster.launch.state import Command
+from cluster.launch.state import DeployProcess
 from cluster.ray import name_lock, store
 from cluster.ray.name_lock import NameLock
 from core.spec.loader import parse_spec
@@ -56,7 +56,7 @@ def test_endpoint_settings_are_rejected_and_own_ones_allowed(tree: dict[str, Any
 
 
 def test_owner_must_be_deployed_first() -> None:
-    for fields in (None, {"deploying": Command.current()}, {"local_ray": _NO_RAY}):
+    for fields in (None, {"deploying": DeployProcess.current()}, {"local_ray": _NO_RAY}):
         if fields:
             save_state("main", **fields)
         error = r"router\.endpoints: main is not deployed from this machine: deploy it first"

@@ -14,7 +14,7 @@ import pytest
 from cluster.launch import state
 from cluster.launch.local_ray import LocalRay
 from cluster.launch.preflight import check_is_free
-from cluster.launch.state import Command
+from cluster.launch.state import DeployProcess
 from core.process import processes
 from core.process.ports import free_port
 from core.types.errors import DeployError, NotDeployed, SpecError
@@ -29,15 +29,15 @@ def file(state_root: Path) -> Path:
     return state_root / "a" / "state.json"
 
 
-def dead_command() -> Command:
+def dead_process() -> DeployProcess:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    command = Command(child.pid, processes.start_time(child.pid))
+    process = DeployProcess(child.pid, processes.start_time(child.pid))
     child.communicate(b"\n")
-    return command
+    return process
 
 
 def test_round_trip_ignores_unknown_fields(file: Path) -> None:
-    saved = save_state(local_ray=LocalRay("/tmp/x", 20_123), deploying=Command.current())
+    saved = save_state(local_ray=LocalRay("/tmp/x", 20_123), deploying=DeployProcess.current())
     assert state.load("a") == saved == state.find(None) == state.find("a")
     tree = json.loads(file.read_text())
     for level in (tree, tree["local_ray"], tree["deploying"]):
@@ -83,17 +83,17 @@ def test_one_of_several_must_be_chosen() -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "is_interrupted", "error"),
+    ("process", "is_interrupted", "error"),
     [
         (lambda: None, False, "a is deployed already; `cluster scale` resizes it"),
-        (Command.current, False, "a is being deployed"),
-        (dead_command, True, r"was interrupted on Ray at 10.0.0.1:6379; run `cluster down` first"),
-        (lambda: Command(os.getpid(), 1), True, "was interrupted"),
+        (DeployProcess.current, False, "a is being deployed"),
+        (dead_process, True, r"was interrupted on Ray at 10.0.0.1:6379; run `cluster down` first"),
+        (lambda: DeployProcess(os.getpid(), 1), True, "was interrupted"),
     ],
     ids=["deployed", "deploying", "dead", "another process with the same pid"],
 )
-def test_taken_name_is_rejected(command: Callable[[], Command | None], is_interrupted: bool, error: str) -> None:
-    assert save_state(deploying=command()).is_interrupted is is_interrupted
+def test_taken_name_is_rejected(process: Callable[[], DeployProcess | None], is_interrupted: bool, error: str) -> None:
+    assert save_state(deploying=process()).is_interrupted is is_interrupted
     with pytest.raises(DeployError, match=error):
         check_is_free("a", print)
 
@@ -101,7 +101,7 @@ def test_taken_name_is_rejected(command: Callable[[], Command | None], is_interr
 def test_leftovers_of_a_killed_command_are_removed(tmp_path: Path) -> None:
     local = LocalRay(str(tmp_path / "ray"), free_port())
     left = subprocess.Popen(["sleep", "60"], env={"XPYD_LOCAL_RAY": local.temp_dir}, start_new_session=True)
-    save_state(local_ray=local, deploying=dead_command())
+    save_state(local_ray=local, deploying=dead_process())
     messages: list[str] = []
     check_is_free("a", messages.append)
     assert left.wait(5) < 0

@@ -21,7 +21,7 @@ from torch.distributed import FileStore, HashStore, PrefixStore, Store
 
 from core.types.errors import LinkClosed
 from kvtransfer.links.backends import LINKS, make_link
-from kvtransfer.links.connection import Handshake
+from kvtransfer.links.connection import PeerAuthentication
 from kvtransfer.links.link import Link, LinkEnd, LinkGuard
 from kvtransfer.links.tcp import Cipher
 from tests.support.forks import forks
@@ -211,7 +211,7 @@ def _is_turned_away(pending_peer: socket.socket) -> bool:
 
 def test_peer_without_the_secret_is_rejected(tmp_path: Path) -> None:
     """Garbage, a proof by another secret or for another link or mode, a replay, and an echo are all turned away."""
-    same = Handshake(secret=_SECRET, link="link/1", is_encrypted=False)
+    same = PeerAuthentication(secret=_SECRET, link="link/1", is_encrypted=False)
     others = [replace(same, secret=bytes(32)), replace(same, link="link/2"), replace(same, is_encrypted=True)]
     ours = os.urandom(32)
     with ThreadPoolExecutor(1) as pool:
