@@ -42,7 +42,7 @@ def key_file(log_dir: str) -> Path:
 def read_registry(file: Path) -> KeyRegistry:
     """Read a key file; a missing file is an empty registry.
 
-    Raises DeployError if it cannot be read: an empty registry would lock out all clients, and overwrite the file.
+    Raises DeployError if it cannot be read: treated as empty, it would lock out all clients and be overwritten.
     """
     try:
         return KeyRegistry.from_json(file.read_bytes())

@@ -1,4 +1,7 @@
-"""Placement of replicas: nodes, resource bundles for Ray, and error messages when replicas fit on no node."""
+"""Choice of a node for each replica, its resource bundles for Ray, and errors when it fits on no node.
+
+Gang.place (gang.py) reserves the node.
+"""
 
 from __future__ import annotations
 

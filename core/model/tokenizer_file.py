@@ -195,8 +195,8 @@ def _tekken_added(file: Mapping[str, Any]) -> dict[str, int]:
 def _ranked(
     ids: Mapping[bytes, int], pattern: str, added: Mapping[str, int], *, shown: Collection[str] = ()
 ) -> Tokenizer:
-    """Return a byte-level BPE tokenizer. ids: ids by token, in order of rank. added: ids of tokens that match their
-    literal text; they are special, except those in `shown`."""
+    """Return a byte-level BPE tokenizer. ids: the id of each token's bytes, in order of rank. added: ids of tokens that
+    are matched as written, before BPE; special unless in `shown`."""
     vocab = {_spelt(token): token_id for token, token_id in ids.items()}
     if clash := vocab.keys() & added.keys():
         raise ValueError(f"a token and an added token have the same text: {min(clash)!r}")

@@ -1,4 +1,7 @@
-"""Angles of rotary position embeddings, and the methods that extend their range. See kernels/attention/rotary.py."""
+"""Angles of rotary position embeddings, and the methods that extend their range.
+
+core/model/rope_settings.py reads the kinds; kernels/attention/rotary.py rotates.
+"""
 
 from __future__ import annotations
 

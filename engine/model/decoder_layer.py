@@ -150,7 +150,7 @@ class DecoderLayer:
 
 
 def expected_tensors(config: ModelConfig, index: int) -> Mapping[str, Shape]:
-    """Return the tensors of one layer, without its MLP."""
+    """Return names and shapes of one layer's tensors, without its MLP."""
     hidden, layer = config.hidden_size, config.layers[index]
     dim, prefix = layer.head_dim, f"model.layers.{index}"
     sizes = {"q_proj": config.num_q_heads * dim * (1 + config.has_attention_gate)} | {

@@ -15,7 +15,7 @@ from engine.scheduler.sequence import Sequence
 class DecodingRows:
     """Decoding sequences in row order, with the per-row data that is constant while the set is the same.
 
-    Immutable. Its lists and arrays are not shared.
+    Immutable: steps read its lists and arrays, and must not change them.
     """
 
     def __init__(self, sequences: Seq[Sequence]) -> None:

@@ -34,7 +34,7 @@ class Tiers(Generic[T]):
     def __init__(
         self, blocks: BlockManager, rank: RankTiers | None, layout: KVLayout, *, eviction: str, timeout_s: float
     ) -> None:
-        """rank: tiers of rank 0. eviction: policy of the host tier; the disk tier evicts by age.
+        """rank: tiers of rank 0; None: no lower tiers. eviction: policy of the host tier; the disk tier evicts by age.
 
         timeout_s: extra time for a load beyond the transfer time of its bytes and of the loads before it.
         """

@@ -195,7 +195,7 @@ def _lookup(look: Callable[[str], Mapping[str, Any]], request_id: str) -> Respon
 
 
 async def open_admin_listener(app: ASGIApp, *, host: str, ports: Sequence[int]) -> HttpListener:
-    """Listen on the first free port; routers of one machine take them in turn. Raises DeployError."""
+    """Listen on the first free port: each router of a machine takes the next one. Raises DeployError."""
     for port in ports:
         with contextlib.suppress(DeployError):
             return await HttpListener.open(app, host=host, port=port, limits=ADMIN)

@@ -286,7 +286,7 @@ def _with_results(messages: _Messages) -> Iterator[tuple[dict[str, Any], Sequenc
 
 
 def _conversation(letters: str, *, id: str | None = None) -> _Messages:
-    """Build a probe from letters: keys of _ROLES, C for two parallel calls, T for a call beside a text.
+    """Build probe messages, one per letter: a key of _ROLES, C (two parallel calls), or T (a text and one call).
 
     id: used for every call; None: unique ids.
     """

@@ -5,9 +5,9 @@ each layer:
 
     codes   L x (T, 2, K, D)   fp8, int8 or int4 (D / 2 bytes), or the pool's dtype if the wire is raw; layers
                                with a window may have fewer tokens, see Segment
-    scales  L x (T, 2, K)      bf16, int4: with zeros; none for 16- and 32-bit codes
-    rows    (N, F) bytes       draft-head features of the N positions that fill their blocks; sent with the last layer,
-                               complete from every rank that sends heads of it
+    scales  L x (T, 2, K)      bf16; int4 adds a bf16 zero to each scale; none for 16- and 32-bit codes
+    rows    (N, F) bytes       draft-head features of the N positions that are the last of their block; sent with the
+                               last layer, complete from every rank that sends heads of it
 
 The payload of recurrent layers has views of each part of a state: see StatePool.views.
 

@@ -1,4 +1,5 @@
-"""Admission queue in which requests wait for replicas, live and in the simulator. Pure: the caller passes the time.
+"""Order of the requests that wait for replicas, live and in the simulator. Pure: the caller passes the time; live
+requests await their turn in router/serving/admission_waits.py.
 
 Order: fair shares among tenants and among the users of a tenant (`fair_queue`), then the smaller priority, then the
 earlier arrival. A priority orders only the requests of one user.

@@ -226,7 +226,8 @@ class _Flow:
         self._put(flow)
 
     def ahead(self, queued: QueuedRequest, names: Sequence[str]) -> float:
-        """Sum the work ahead of the request in its own flow, and the work of each other flow up to an equal share."""
+        """Estimate the work served before the request: what is ahead in its own flow, and of each other flow at most as
+        much as its own flow needs to serve it."""
         if not self._levels:
             return sum(cost for rank, (_, cost) in self._by_kind.items() if rank <= _rank(queued.priority))
         flow = self.flows.get(names[0])

@@ -156,7 +156,7 @@ class OwnLayers(ModelProposer):
         return proposals
 
     def _beyond(self, sequence: Sequence, max_tokens: int) -> list[int] | None:
-        """Allocate blocks for a draft behind the sequence's own ones. Returns None if there is no room."""
+        """Allocate and return blocks for a draft after the sequence's own. None: no room, or beyond the KV capacity."""
         num_tokens = len(sequence.tokens) + max_tokens - 1
         if num_tokens > self._max_tokens:
             return None

@@ -110,9 +110,10 @@ class CompiledEagle:
         self._put.run(Step(tokens=num_tokens, undrafted=num_tokens, slots=slots_N.ctypes.data, angles=angles.address))
 
     def draft(self, step: Step, embedded_RE: Tensor, before_RE: Tensor) -> tuple[Tensor, Tensor]:
-        """Draft behind one entry of each row. Returns the next features (R, E) and their logits (R, D), both bf16.
+        """Draft the token after one entry of each row (see eagle.py). Returns its features (R, E) and logits (R, D).
 
-        Both are valid until the next call, which may take these features as input. step: from EntrySteps.
+        Both are bf16 and valid until the next call, which may take these features as input. step: from EntrySteps.
+        before: features of the previous positions.
         """
         num_rows = len(embedded_RE)
         self._embedded_CE[:num_rows] = embedded_RE

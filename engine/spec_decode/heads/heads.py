@@ -87,7 +87,7 @@ class DraftHeads(RankHeads, Protocol):
         return False
 
     def settle(self) -> None:
-        """Write all deferred KV to the pool and to `features`, or pass it over."""
+        """Compute all deferred KV into the pool and `features`, or discard it while drafts rarely pay (`rest`)."""
         return None
 
     def knows(self, rows: Sequence[HeadRow], /) -> bool:
