@@ -69,7 +69,7 @@ class PromptEncoder:
         return await self.text_of(request, request.prompt)
 
     async def text_of(self, request: CompletionRequest, prompt_ids: tuple[int, ...], *, is_cut: bool = False) -> str:
-        """Return the prompt as text: verbatim if it is a text that is not truncated, else decoded with special tokens."""
+        """Return the prompt as text: verbatim if given as text and not truncated, else decoded with special tokens."""
         if isinstance(request.prompt, str) and not is_cut:
             return request.prompt
         decode = partial(self.tokenizer.decode, prompt_ids, skip_special_tokens=False)
