@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from copy import copy
@@ -267,10 +268,20 @@ class LocalCluster:
         clear: forget what the replicas have cached.
         """
         await becomes(lambda: not self.core.num_running + self.core.admission.num_waiting, within_s=self.settle_s)
-        await self.idle()
         for replica in self.every_replica:
             if replica.is_alive:
-                await asyncio.to_thread(replica.audit, clear=clear)
+                await self._audit(replica, clear=clear)
+
+    async def _audit(self, replica: LocalReplica, *, clear: bool) -> None:
+        """Audit a replica. A call that was on its way when its request was cancelled may still arrive after `idle`."""
+        end_at = time.monotonic() + self.settle_s
+        while True:
+            await self.idle()
+            try:
+                return await asyncio.to_thread(replica.audit, clear=clear)
+            except AssertionError:
+                if time.monotonic() > end_at:
+                    raise
 
     async def until(self, condition: Callable[[], Any]) -> None:
         """Wait for a condition that changes with the replicas' reports. Raises TimeoutError."""
