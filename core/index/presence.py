@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
@@ -14,6 +15,7 @@ from core.index.store import IndexWriter
 from core.types.tier import Tier
 
 _FLUSH_S = 0.02  # window in which changes are batched into one event
+_END_S = 1.0  # limit for `run` to end after its cancellation
 
 
 class Presence:
@@ -41,6 +43,8 @@ class Presence:
         self._changed = asyncio.Event()
         self._is_whole = False  # Redis has all blocks of the last snapshot and of later flushes
         self._is_leaving = False
+        self._is_idle = asyncio.Event()  # `run` uses no connection
+        self._is_idle.set()
         self._reach = RedisReach("serving continues without it")
 
     def publish(self, changes: Mapping[bytes, Tier | None]) -> None:
@@ -50,15 +54,23 @@ class Presence:
 
     async def run(self) -> None:
         """Renew and publish until cancelled."""
-        async with asyncio.TaskGroup() as group:  # the failure of one task cancels the other
-            group.create_task(self._every(RENEW_S, self._renew))
-            group.create_task(self._flush_forever())
+        self._is_idle.clear()
+        try:
+            async with asyncio.TaskGroup() as group:  # the failure of one task cancels the other
+                group.create_task(self._every(RENEW_S, self._renew))
+                group.create_task(self._flush_forever())
+        finally:
+            self._is_idle.set()
 
     async def leave(self) -> None:
         """Leave membership and index at once, if Redis is reachable, and close the connection."""
         self._is_leaving = True
         self._changed.set()
         await self._try(self._leave)
+        # A cancelled `run` may still be opening a connection, which would outlive the pool.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_END_S):
+                await self._is_idle.wait()
         await self._redis.aclose()
 
     async def _flush_forever(self) -> None:
