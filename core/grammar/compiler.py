@@ -45,6 +45,7 @@ _LIMITS = LLParserLimits(
     verbose_errors=False,
 )
 _OF_PATTERN = re.compile(r"regex parse error|^pattern: ")  # problems of regular expressions in schemas
+_HAS_LENIENT = (GrammarKind.LENIENT_JSON_SCHEMA, GrammarKind.LARK)  # kinds that may hold lenient schemas
 _BEGINS_LARK = re.compile(r"\s*(%llguidance\b|start\s*:)")
 
 
@@ -64,7 +65,7 @@ class GrammarCompiler:
         grammar.check(param)
         begin = time.thread_time()
         matcher, rebuild, problem = _matched(tokenizer, grammar)
-        if _OF_PATTERN.search(problem) and grammar.kind is not GrammarKind.REGEX:
+        if _OF_PATTERN.search(problem) and grammar.kind in _HAS_LENIENT:
             weaker = _matched(tokenizer, grammar, keeps_patterns=False)
             if not weaker[2]:
                 matcher, rebuild, problem = weaker

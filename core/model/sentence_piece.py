@@ -47,7 +47,7 @@ def read_sentence_piece(path: Path, config: Mapping[str, Any]) -> Tokenizer:
     adds_prefix = config.get("add_prefix_space")
     adds_prefix = normalizer.get(_ADDS_PREFIX, 1) if adds_prefix is None else adds_prefix
     texts = [text for text, _, _ in pieces]
-    named = special_pieces(path)
+    named = _special(texts, trainer)
     tokenizer = merged_by_score(
         texts,
         [score if kind in _MERGED else None for _, score, kind in pieces],
@@ -66,11 +66,15 @@ def read_sentence_piece(path: Path, config: Mapping[str, Any]) -> Tokenizer:
 def special_pieces(path: Path) -> dict[str, str]:
     """Return the texts of unk_token, bos_token and eos_token, as far as the file has them."""
     pieces, trainer, _ = _read(path)
-    texts, found = {text for text, _, _ in pieces}, {}
+    return _special([text for text, _, _ in pieces], trainer)
+
+
+def _special(texts: Sequence[str], trainer: _Message) -> dict[str, str]:
+    known, found = set(texts), {}
     for name, (id_field, usual_id, text_field, usual_text) in _SPECIAL.items():
         token_id, text = trainer.get(id_field, usual_id), trainer.get(text_field)
         written = text.decode() if text else usual_text
-        if token_id < 1 << 31 and written in texts:  # -1: none
+        if token_id < 1 << 31 and written in known:  # -1: none
             found[name] = written
     return found
 

@@ -20,7 +20,7 @@ from core.model.tokenizer_file import TEKKEN, tekken_format
 from core.types.errors import ClusterError, RequestError, SpecError
 from frontend.chat.call_shape import CallShape
 from frontend.chat.content_parts import ContentParts
-from frontend.chat.history import ALTERNATING, INSTRUCTIONS, History, Message, tools_as_text
+from frontend.chat.history import ALTERNATING, INSTRUCTIONS, PROBE, History, Message, tools_as_text
 from frontend.chat.template_sandbox import MAX_TEXT_CHARS, environment
 
 MAX_TEMPLATE_CHARS = 256 * 1024  # the longest in use are about 20 KiB
@@ -28,8 +28,7 @@ MAX_TEMPLATE_CHARS = 256 * 1024  # the longest in use are about 20 KiB
 # Arranged by History. Other roles may be dropped silently, so they are probed.
 _ROLES = frozenset(("system", "developer", "user", "assistant", "tool"))
 _DEVELOPER = "developer"  # OpenAI's newer name of system
-_PROBE = "PROBE-5e0c-"
-_SHORT: list[Message] = [{"role": "user", "content": _PROBE}]
+_SHORT: list[Message] = [{"role": "user", "content": PROBE}]
 _TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
 _SWITCHES = ("enable_thinking", "thinking", "reasoning")  # boolean template variables of model families
 EFFORT = "reasoning_effort"  # a template variable as well
@@ -78,7 +77,7 @@ class ChatTemplate:
         self.variables = frozenset(meta.find_undeclared_variables(environment().parse(source)))
         self.knows_tools = "tools" in self.variables or (self._with_tools is not None and self._with_tools.knows_tools)
         self.unasked = self._try(_SHORT)
-        if _PROBE not in (self.unasked or ""):
+        if PROBE not in (self.unasked or ""):
             self._parts = ContentParts.of(self._try)
             self.unasked = self._try(_SHORT) if self._parts.are_read else self.unasked
         if self.unasked is None and "tools" in self.variables:
@@ -182,10 +181,10 @@ class ChatTemplate:
                 unknown.setdefault(message["role"], path)
         if not unknown:
             return
-        probe = [{"role": role, "content": f"{_PROBE}{number}-"} for number, role in enumerate(unknown)]
+        probe = [{"role": role, "content": f"{PROBE}{number}-"} for number, role in enumerate(unknown)]
         text = self._try([*_SHORT, *probe])
         for number, (role, path) in enumerate(unknown.items()):
-            if text is not None and f"{_PROBE}{number}-" not in text:
+            if text is not None and f"{PROBE}{number}-" not in text:
                 problem = f"role {role[:32]!r} is not supported by this model's chat template"
                 raise RequestError.at(f"{path}.role", problem)
 

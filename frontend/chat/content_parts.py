@@ -5,12 +5,10 @@ Templates of multimodal models, and of a few text models such as Llama Guard 3 1
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-_PROBE = "PROBE-5e0c-"
-_BEFORE_USER = ("system", "developer")
+from frontend.chat.history import INSTRUCTIONS, PROBE, Message, Render
 
 
 @dataclass(frozen=True)
@@ -21,7 +19,7 @@ class ContentParts:
     text_roles: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, render: Callable[[Sequence[Mapping[str, Any]]], str | None]) -> ContentParts:
+    def of(cls, render: Render) -> ContentParts:
         """Probe a template that does not render a user's plain text. It reads parts if it renders a user's parts.
 
         render: returns None if the template rejects the messages.
@@ -30,19 +28,19 @@ class ContentParts:
         def shows(role: str, content: object) -> bool:
             message: dict[str, object] = {"role": role, "content": content}
             user: dict[str, object] = {"role": "user", "content": _parts("a")}
-            messages = [message] if role == "user" else [message, user] if role in _BEFORE_USER else [user, message]
-            return _PROBE in (render(messages) or "")
+            messages = [message] if role == "user" else [message, user] if role in INSTRUCTIONS else [user, message]
+            return PROBE in (render(messages) or "")
 
-        if not shows("user", _parts(_PROBE)):
+        if not shows("user", _parts(PROBE)):
             return cls()
-        others = (*_BEFORE_USER, "assistant", "tool")
-        return cls(True, frozenset(role for role in others if shows(role, _PROBE)))
+        others = (*INSTRUCTIONS, "assistant", "tool")
+        return cls(True, frozenset(role for role in others if shows(role, PROBE)))
 
-    def convert(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    def convert(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Return the messages with their texts in the form that the template reads."""
         return [self._converted(message) for message in messages] if self.are_read else messages
 
-    def _converted(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _converted(self, message: Message) -> Message:
         content = message["content"]
         if not isinstance(content, str) or message["role"] in self.text_roles:
             return message

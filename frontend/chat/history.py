@@ -17,7 +17,7 @@ Message: TypeAlias = Mapping[str, Any]
 Render: TypeAlias = Callable[[Sequence[Message]], str | None]  # None: the template rejects the messages
 _Messages: TypeAlias = list[dict[str, Any]]
 
-_PROBE = "PROBE-5e0c-"
+PROBE = "PROBE-5e0c-"
 _CALL = "probe_5e0c_"
 INSTRUCTIONS = ("system", "developer")
 _ROLES = {"s": "system", "d": "developer", "u": "user", "a": "assistant", "c": "assistant", "t": "tool"}
@@ -294,7 +294,7 @@ def _conversation(letters: str, *, id: str | None = None) -> _Messages:
     pending = list[str]()
     for number, letter in enumerate(letters):
         message: dict[str, Any] = {"role": _ROLES[letter.lower() if letter != "T" else "c"]}
-        message["content"] = None if letter in "cC" else f"{_PROBE}{number}-"
+        message["content"] = None if letter in "cC" else f"{PROBE}{number}-"
         if letter in "cCT":
             ids = [id or f"probe{number}{i:03d}" for i in range(2 if letter == "C" else 1)]
             pending += ids
@@ -319,10 +319,10 @@ def _is_kept(render: Render, messages: _Messages) -> bool:
 
 def _shows_reasoning(render: Render, name: str) -> bool:
     messages = _conversation("uct")
-    messages[1][name] = _PROBE
-    return _PROBE in (render(messages[:2]) or "").replace(f"{_PROBE}0-", "")
+    messages[1][name] = PROBE
+    return PROBE in (render(messages[:2]) or "").replace(f"{PROBE}0-", "")
 
 
 def _takes_reasoning_beside_text(render: Render, name: str) -> bool:
     messages = _conversation("uTt")
-    return render(messages) is None or render([messages[0], {**messages[1], name: _PROBE}, messages[2]]) is not None
+    return render(messages) is None or render([messages[0], {**messages[1], name: PROBE}, messages[2]]) is not None

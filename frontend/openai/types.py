@@ -7,7 +7,6 @@ grammar was not applied. Reference: https://platform.openai.com/docs/api-referen
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
@@ -334,8 +333,15 @@ class TokenizeBody(GenerationBody, ChatSettings):
         if (self.prompt is None) == (self.messages is None):
             raise RequestError.at("prompt", "set either prompt or messages")
         prompt = self.prompt or "" if self.messages is None else self.chat(self.messages)
-        request = CompletionRequest(id=request_id, peer=peer, prompt=prompt, model=self.model or "")
-        return [replace(request, add_special_tokens=self.add_special_tokens)]
+        return [
+            CompletionRequest(
+                id=request_id,
+                peer=peer,
+                prompt=prompt,
+                model=self.model or "",
+                add_special_tokens=self.add_special_tokens,
+            )
+        ]
 
 
 class DetokenizeBody(GenerationBody):

@@ -20,7 +20,7 @@ import yaml
 from core.process.ports import free_port
 from frontend.service import RouterService
 from tests.e2e.conftest import Lab
-from tests.support.plain_http import http_client
+from tests.support.plain_http import ask_forever, http_client
 from tests.support.router_service import admin_url, http_url, router_service
 from tests.support.waiting import beside, told
 
@@ -102,11 +102,7 @@ async def _load(services: list[RouterService]) -> None:
         body = {"prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
         await client.post(f"{urls[number % 2]}/v1/completions", json=body, timeout=60)
 
-    async with http_client() as client:
-        number = 0
-        while True:
-            await asyncio.gather(*(ask(client, number + i) for i in range(6)))
-            number += 6
+    await ask_forever(ask, at_once=6)
 
 
 @asynccontextmanager

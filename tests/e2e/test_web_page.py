@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 import signal
@@ -18,7 +17,7 @@ from core.types.request import Role
 from frontend.service import RouterService
 from tests.e2e.conftest import Lab
 from tests.support.local_cluster import LocalCluster
-from tests.support.plain_http import http_client
+from tests.support.plain_http import ask_forever, http_client
 from tests.support.router_service import admin_url, http_url, router_service
 from tests.support.waiting import becomes, beside, told
 
@@ -127,11 +126,7 @@ async def _load(service: RouterService) -> None:
         body = {"prompt": prompt, "max_tokens": 48, "temperature": 0, "ignore_eos": True}
         await client.post(url, json=body, timeout=60)
 
-    async with http_client() as client:
-        number = 0
-        while True:
-            await asyncio.gather(*(ask(client, number + i) for i in range(4)))
-            number += 4
+    await ask_forever(ask, at_once=4)
 
 
 @asynccontextmanager
